@@ -95,8 +95,8 @@ async def free_after_kill(nc: Nats, operator: Nats, silence_s: float) -> float:
     transport._io_writer.transport.abort()  # a reset: what a dead process leaves
     began = time.monotonic()
     while time.monotonic() < began + FREE_S + 3 * silence_s:
-        told = json.loads((await operator.request("$SRV.STATS.headrace-scheduler", b"", 30)).data)["data"]
-        if not told["requests"]:
+        stats = json.loads((await operator.request("$SRV.STATS.headrace-scheduler", b"", 30)).data)["data"]
+        if not stats["requests"]:
             return round(time.monotonic() - began, 3)
     raise SystemExit("the request of a killed reader goes on")
 
@@ -106,12 +106,12 @@ def services(users: Path, sim: str, log: str) -> Iterator[str]:
     """The URL of a server with one process of each service: `up` would test a model in less than a step."""
     server = servers.start(extra=auth.authorization(users, "default"))
     running = []
-    with Path(log).open("w") as said:
+    with Path(log).open("w") as output:
         for kind in ("scheduler", "detokenizer", "executor", "tokenizer"):
             env = {"HEADRACE_NATS_URL": auth.url_of(users, kind, server.url), "HEADRACE_L1": "off"}
             command = [sys.executable, "-m", "services.launcher.cli", "serve", kind]
             more = ["--backend", "sim", "--sim", sim] if kind == "executor" else []
-            running.append(subprocess.Popen([*command, *more], env={**os.environ, **env}, stderr=said))
+            running.append(subprocess.Popen([*command, *more], env={**os.environ, **env}, stderr=output))
         try:
             yield server.url
         finally:

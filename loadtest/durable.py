@@ -60,7 +60,7 @@ def simulated(number: int) -> tuple[str, Body]:
 
 def real(number: int) -> tuple[str, Body]:
     """A request of a real model: sampled choices with stop strings, a JSON schema, or a greedy completion."""
-    asked = {"role": "user", "content": f"Tell me about river number {number} and the mill beside it."}
+    asked = {"role": "user", "content": f"Describe river number {number} and the mill beside it."}
     schema = {"type": "json_schema", "json_schema": {"name": "r", "schema": ROWS}}
     kinds: list[Body] = [
         {"messages": [asked], "n": 2, "temperature": 0.9, "stop": ["mill", "."], "max_tokens": 120},

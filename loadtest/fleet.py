@@ -42,12 +42,12 @@ def running_up(
 ) -> Iterator[tuple[int, str]]:
     """(Process id, URL of its nats-server), once it is ready. The services' log goes to `log`. Raises
     SystemExit when it ends before that."""
-    with tempfile.TemporaryDirectory() as home, Path(log).open("w") as said:
+    with tempfile.TemporaryDirectory() as home, Path(log).open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.launcher.cli", "up", "--port", "0", "--http", "off", *flags],
             env={**os.environ, "XDG_RUNTIME_DIR": home, "XDG_STATE_HOME": home, **(env or {})},
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=output,
             text=True,
         )
         assert process.stdout is not None

@@ -90,7 +90,7 @@ def name_of(pair: str, number: int) -> str:
 
 def body_of(number: int, pair: str, tokens: int) -> dict[str, Any]:
     """A greedy request."""
-    asked = f"Tell me about river number {number} and the mill beside it."
+    asked = f"Describe river number {number} and the mill beside it."
     return {
         "model": MODEL, "messages": [{"role": "user", "content": asked}], "temperature": 0, "seed": number,
         "max_tokens": tokens, "ignore_eos": True, "stream": False, "request_id": name_of(pair, number),

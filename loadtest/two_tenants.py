@@ -97,7 +97,7 @@ class Felt:
 
 async def ask(address: tuple[str, int], felt: Felt, number: int) -> None:
     """One streamed answer of eight tokens."""
-    body = {"model": MODEL, "prompt": f"Tell me number {number}.", "max_tokens": 8, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": f"Number {number}.", "max_tokens": 8, "ignore_eos": True}
     began_s, first_s, ended = time.monotonic(), 0.0, False
     reader, writer = await asyncio.open_connection(*address, limit=2**20)
     writer.write(request_bytes({**body, "stream": True}, PATH, HEADERS.format("key-b")))
@@ -154,7 +154,7 @@ def short(number: int, **more: Any) -> Body:
     return {"prompt": f"word {number} " * 8, "max_tokens": 128, "ignore_eos": True, **more}
 
 
-async def flood(server: Server, told: Callable[[], None], **more: Any) -> None:
+async def flood(server: Server, on_start: Callable[[], None], **more: Any) -> None:
     """BURST requests at once, again and again."""
     async with tenant_a(server) as client:
         tasks: set[asyncio.Task[str]] = set()
@@ -163,17 +163,17 @@ async def flood(server: Server, told: Callable[[], None], **more: Any) -> None:
                 asyncio.create_task(one(client, short(burst * BURST + i, **more))) for i in range(BURST)
             }
             await asyncio.sleep(0.1)
-            told()
+            on_start()
             await asyncio.sleep(BURST_EVERY_S)
             tasks = {task for task in tasks if not task.done()}
 
 
-async def interactive(server: Server, told: Callable[[], None]) -> None:
+async def interactive(server: Server, on_start: Callable[[], None]) -> None:
     """The flood in the highest class."""
-    await flood(server, told, slo_class="interactive")
+    await flood(server, on_start, slo_class="interactive")
 
 
-async def rate(server: Server, told: Callable[[], None]) -> None:
+async def rate(server: Server, on_start: Callable[[], None]) -> None:
     """RATE requests a second."""
     async with tenant_a(server) as client:
         tasks: set[asyncio.Task[str]] = set()
@@ -181,11 +181,11 @@ async def rate(server: Server, told: Callable[[], None]) -> None:
             tasks.add(asyncio.create_task(one(client, short(number))))
             tasks = {task for task in tasks if not task.done()} if number % 100 == 0 else tasks
             if number == RATE:
-                told()
+                on_start()
             await asyncio.sleep(1 / RATE)
 
 
-async def in_turn(server: Server, told: Callable[[], None], body: Callable[[int], Body]) -> None:
+async def in_turn(server: Server, on_start: Callable[[], None], body: Callable[[int], Body]) -> None:
     """AT_A_TIME requests at a time."""
     numbers = itertools.count()
     async with tenant_a(server) as client:
@@ -197,20 +197,20 @@ async def in_turn(server: Server, told: Callable[[], None], body: Callable[[int]
 
         workers = [asyncio.create_task(worker()) for _ in range(AT_A_TIME)]
         await asyncio.sleep(2)
-        told()
+        on_start()
         await asyncio.gather(*workers)
 
 
-async def long(server: Server, told: Callable[[], None]) -> None:
+async def long(server: Server, on_start: Callable[[], None]) -> None:
     """Prompts of the whole context, no two alike."""
 
     def body(number: int) -> Body:
         return {"prompt": [300 + number % 5_000] * (CONTEXT - 64), "max_tokens": 32, "ignore_eos": True}
 
-    await in_turn(server, told, body)
+    await in_turn(server, on_start, body)
 
 
-async def grammars(server: Server, told: Callable[[], None]) -> None:
+async def grammars(server: Server, on_start: Callable[[], None]) -> None:
     """Grammars with as many states as are let through, and some more, no two alike."""
 
     def body(number: int) -> Body:
@@ -224,10 +224,10 @@ async def grammars(server: Server, told: Callable[[], None]) -> None:
         kind = {"regex": pattern} if number % 2 else {"json": schema}
         return {"prompt": "x", "max_tokens": 64, "structured_outputs": kind}
 
-    await in_turn(server, told, body)
+    await in_turn(server, on_start, body)
 
 
-async def unread(server: Server, told: Callable[[], None]) -> None:
+async def unread(server: Server, on_start: Callable[[], None]) -> None:
     """STREAMS connections that ask for a long answer and take nothing of it."""
     loop = asyncio.get_running_loop()
     deaf: list[socket.socket] = []
@@ -244,7 +244,7 @@ async def unread(server: Server, told: Callable[[], None]) -> None:
             deaf.append(each)
         elif len(deaf) == STREAMS:
             await asyncio.sleep(2)
-            told()
+            on_start()
             await asyncio.sleep(3_600)
 
 
@@ -274,13 +274,13 @@ def loaded(server: Server, load: str) -> Iterator[None]:
 def be(load: str, nats: str, http: str) -> None:
     """Be tenant a."""
     host, port = http.split(":")
-    told = iter([True])
+    on_start = iter([True])
 
-    def tell() -> None:
-        if next(told, False):
+    def mark() -> None:
+        if next(on_start, False):
             print("on", flush=True)
 
-    asyncio.run(LOADS[load](Server(nats, (host, int(port))), tell))  # type: ignore[arg-type]  # coroutines
+    asyncio.run(LOADS[load](Server(nats, (host, int(port))), mark))  # type: ignore[arg-type]  # coroutines
 
 
 def measure(loads: list[str], count: int) -> Body:

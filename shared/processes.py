@@ -115,7 +115,7 @@ def unchanged_libraries(smaps: str) -> Iterator[tuple[int, int]]:
 def bind(
     host: str,
     port: int,
-    who: str = "the gateway",
+    service: str = "the gateway",
     mend: str = HTTP,
     *,
     listen: bool = True,
@@ -133,7 +133,7 @@ def bind(
         )[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise _refused(host, port, error, who, mend) from None
+        raise _refused(host, port, error, service, mend) from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
@@ -143,7 +143,7 @@ def bind(
             bound.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one can listen
     except OSError as error:
         bound.close()
-        raise _refused(host, port, error, who, mend) from None
+        raise _refused(host, port, error, service, mend) from None
     return bound
 
 
@@ -153,9 +153,9 @@ def http_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"http{'s' * tls}://[{host}]:{port}" if ":" in host else f"http{'s' * tls}://{host}:{port}"
 
 
-def _refused(host: str, port: int, error: OSError, who: str, mend: str) -> SetupError:
+def _refused(host: str, port: int, error: OSError, service: str, mend: str) -> SetupError:
     why = error.strerror or str(error)
-    return SetupError(f"{who} cannot listen on {host}:{port} ({why}): free the port, or {mend}")
+    return SetupError(f"{service} cannot listen on {host}:{port} ({why}): free the port, or {mend}")
 
 
 def processor_targets(setting: str) -> Mapping[str, str]:

@@ -38,13 +38,13 @@ class Options:
     extra: tuple[tuple[str, object], ...] = ()
 
 
-def body_of(turn: Turn, said: list[dict[str, str]], options: Options) -> dict[str, object]:
-    """The fields of one request, OpenAI's. `said` are the messages before this turn; a chat adds its own."""
+def body_of(turn: Turn, messages: list[dict[str, str]], options: Options) -> dict[str, object]:
+    """The fields of one request, OpenAI's. `messages` precede this turn; a chat adds its own."""
     prompt = turn.prompt() if callable(turn.prompt) else turn.prompt
     body: dict[str, object] = {"max_tokens": turn.output_tokens, "temperature": 0}
     if isinstance(prompt, str):
-        said.append({"role": "user", "content": prompt})
-        body["messages"] = list(said)
+        messages.append({"role": "user", "content": prompt})
+        body["messages"] = list(messages)
     else:
         body["prompt"] = prompt
     if options.ignore_eos:

@@ -73,11 +73,11 @@ class Drive:
                 tasks.create_task(client(queue))
 
     async def _converse(self, conversation: Conversation, at_us: int) -> None:
-        said = [{"role": "system", "content": conversation.system}] if conversation.system else []
+        messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
         for turn in conversation.turns:
             record = Record(turn.kind, at_us, repeated_tokens=turn.repeated_tokens)
             self.records.append(record)
-            body = body_of(turn, said, self.options)
+            body = body_of(turn, messages, self.options)
             await self.pacer.until(at_us)
             record.sent_us = self.pacer.now_us()
             await self.transport.send(body, record)
@@ -85,6 +85,6 @@ class Drive:
             self.ended(record)
             if record.error:
                 return  # what would follow has nothing to follow
-            said.append({"role": "assistant", "content": record.text})
+            messages.append({"role": "assistant", "content": record.text})
             record.text = ""  # a long run would keep them all
             at_us = record.ended_us + conversation.think_us

@@ -125,18 +125,18 @@ def _busiest_second(good: Sequence[Record]) -> float:
 
 
 def _cached(good: Sequence[Record]) -> int | None:
-    told = [record.cached_tokens for record in good if record.cached_tokens is not None]
-    return sum(told) if told else None
+    counted = [record.cached_tokens for record in good if record.cached_tokens is not None]
+    return sum(counted) if counted else None
 
 
 def _repeats(good: Sequence[Record]) -> Figures:
     """How the server's hits compare with what the workload's prompts repeat, where that is known."""
-    told = [r for r in good if r.repeated_tokens is not None and r.cached_tokens is not None]
-    if not told:
+    counted = [r for r in good if r.repeated_tokens is not None and r.cached_tokens is not None]
+    if not counted:
         return {}
-    off = [(r.cached_tokens or 0) - (r.repeated_tokens or 0) for r in told]
+    off = [(r.cached_tokens or 0) - (r.repeated_tokens or 0) for r in counted]
     return {
-        "repeated_tokens": sum(r.repeated_tokens or 0 for r in told),
+        "repeated_tokens": sum(r.repeated_tokens or 0 for r in counted),
         "requests_below_repeats": sum(each < 0 for each in off),
         "requests_above_repeats": sum(each > 0 for each in off),
     }

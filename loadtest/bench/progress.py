@@ -35,7 +35,7 @@ class Progress:
 
     async def __aenter__(self) -> Progress:
         if self._shown:
-            self._telling = asyncio.create_task(self._tell())
+            self._telling = asyncio.create_task(self._report())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -44,7 +44,7 @@ class Progress:
             self._stream.write(CLEAR)
             self._stream.flush()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while True:

@@ -75,9 +75,9 @@ def main() -> int:
             print(json.dumps(found[-1].row()), file=sys.stderr, flush=True)
             if args.out is not None:  # after each cell: a run takes an hour
                 cells_so_far = [each.row() for each in found]
-                said = {"requests": args.requests, "models": shape.names, **shape.of_each}
-                said |= {"up": " ".join(up), "cells": cells_so_far}
-                args.out.write_text(json.dumps(said, indent=1) + "\n")
+                facts = {"requests": args.requests, "models": shape.names, **shape.of_each}
+                facts |= {"up": " ".join(up), "cells": cells_so_far}
+                args.out.write_text(json.dumps(facts, indent=1) + "\n")
     print(table(found))
     return 1 if any(each.flaws for each in found) else 0
 

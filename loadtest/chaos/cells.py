@@ -243,8 +243,8 @@ def judged(cell: Cell, clients: Clients, right: Answers, away: Span) -> Counts:
         counts.longest_s = max(counts.longest_s, round(outcome.seconds, 1))
         counts.late += verdict == "refused" and outcome.seconds > SOON_S
         if verdict != "right":
-            said = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "…", outcome.message)[:160]
-            key = f"{verdict} over {each.over}: {outcome.code or outcome.end} {said}"
+            cause = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "…", outcome.message)[:160]
+            key = f"{verdict} over {each.over}: {outcome.code or outcome.end} {cause}"
             counts.messages[key] = counts.messages.get(key, 0) + 1
     return counts
 

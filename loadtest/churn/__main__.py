@@ -92,22 +92,22 @@ def processes(watch: Watch, growth_pct: float) -> dict[int, dict[str, Any]]:
         if len(samples) < len(watch.broker):
             continue
         later = [each for each in samples if each["requests"] >= samples[-1]["requests"] / 2]
-        told: dict[str, Any] = {"process": watch.names[pid]}
+        facts: dict[str, Any] = {"process": watch.names[pid]}
         grows = []
         for name in ("rss", "pss", "anonymous", "blocks", "malloc_bytes"):
             if name not in later[0]:
                 continue
             fit = line([(each["requests"], float(each[name])) for each in later])
-            told[name] = {
+            facts[name] = {
                 "first": samples[0][name], "half": round(fit.first), "last": round(fit.last),
                 "per_1000_requests": round(fit.per_1000, 1), "growth_pct": round(fit.growth_pct, 2),
             }  # fmt: skip
             if fit.growth_pct > growth_pct and (name != "anonymous" or fit.last - fit.first > ARENA_BYTES):
                 grows.append(name)
         allocated = {"blocks", "malloc_bytes"} & later[0].keys()
-        told["fds"] = [samples[0]["fds"], samples[-1]["fds"]]
-        told["grows"] = "anonymous" in grows and (not allocated or bool(allocated.intersection(grows)))
-        found[pid] = told
+        facts["fds"] = [samples[0]["fds"], samples[-1]["fds"]]
+        facts["grows"] = "anonymous" in grows and (not allocated or bool(allocated.intersection(grows)))
+        found[pid] = facts
     return found
 
 

@@ -39,11 +39,11 @@ def table(question: dict[str, Any], found: list[Evaluated]) -> str:
     for each in found:
         cells = zip(_cells(each.figures), heads, strict=False)
         lines.append(" ".join([f"{each.name:<{wide}}", *(f"{cell:>{width}}" for cell, (_, width) in cells)]))
-    said = (
+    shown = (
         f"{question['text']}: {question['windows']} windows of {question['context']} tokens, "
         f"{found[0].figures['tokens']} scored, by {question['path']}"
     )
-    return "\n".join([said, *lines])
+    return "\n".join([shown, *lines])
 
 
 def document(question: dict[str, Any], found: list[Evaluated]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def flaws(case: Case, row: dict[str, Any], place: Place) -> list[str]:
         found.append(f"no answer within {case.within_s:g} s of its end")
     durable = row["durable"]
     found += [f"durable {name} {durable[name]}" for name in ("wrong", "lost", "silent") if durable.get(name)]
-    if case.logged and not place.said(case.logged):
+    if case.logged and not place.lines_with(case.logged):
         found.append(f"the log has not {case.logged!r}")
     return found
 
@@ -168,12 +168,12 @@ def case_of(
                 row["durable"] |= asyncio.run(traffic.durable.judged(place.fleet.nats_url, right))
             place.log = log
         row["flaws"] = flaws(case, row, place)
-        said = [
+        header = [
             line
-            for line in place.said(" |")
+            for line in place.lines_with(" |")
             if any(w in line for w in (" warning", " error", " critical", "starts again", "killed", "Error:"))
         ]
-        row["log"] = said[:LOG_LINES]
+        row["log"] = header[:LOG_LINES]
     return row
 
 
@@ -210,9 +210,9 @@ def main() -> int:
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
             if given.out is not None:
-                said = {"up": " ".join(up), "cores": os.cpu_count(), "shm_mib": SHM_MIB, "cases": rows}
+                header = {"up": " ".join(up), "cores": os.cpu_count(), "shm_mib": SHM_MIB, "cases": rows}
                 rows.sort(key=lambda row: names.index(row["cell"]))
-                given.out.write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n")
+                given.out.write_text(json.dumps(header, indent=1, ensure_ascii=False) + "\n")
     print(table(rows))
     return 1 if any(row["flaws"] for row in rows) else 0
 

@@ -302,7 +302,7 @@ CASES = (
         foreign_vocabulary,
         logged="its tokens are not those of",
     ),
-    _changed("model: cut off behind its embedding", partial(cut_off, 48 * MIB)),
+    _changed("model: cut off after its embedding", partial(cut_off, 48 * MIB)),
     _changed("model: cut off within its embedding", partial(cut_off, 4 * MIB)),
     Case("model: gone", partial(gone, dies=False)),
     _changed("model: gone, the executor dies", partial(gone, dies=True)),

@@ -87,7 +87,7 @@ class Place:
             return [pid for pid in faults.children(self.up) if "fork_server" in " ".join(words(pid))]
         return faults.pids_of(self.up, kind)
 
-    def said(self, text: str) -> list[str]:
+    def lines_with(self, text: str) -> list[str]:
         """The lines of the services' log with this text."""
         return [line for line in self.log.read_text(errors="replace").splitlines() if text in line]
 

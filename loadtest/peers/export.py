@@ -39,14 +39,14 @@ def export(files: ModelFiles, folder: Path) -> None:
     ends = {"eos_token_id": list(vocabulary.eos_ids)}
     (folder / "config.json").write_text(json.dumps(_config(shapes) | ends, indent=1))
     gguf_parts(files.path).build({}).save(str(folder / "tokenizer.json"))
-    told = {
+    facts = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": vocabulary.eos_token,
         "bos_token": vocabulary.bos_token,
         "chat_template": vocabulary.chat_template,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=1))
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=1))
 
 
 def _config(shapes: Shapes) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _one(given.scenario, given, given.json)
             return 0
         if given.json is None:
-            raise SetupError("`all` writes files: say where by --json FOLDER")
+            raise SetupError("`all` writes files: give the place by --json FOLDER")
         for name in (*SCENARIOS, "grid"):
             _one(name, given, given.json / f"sim_{name.lower()}.json")
     except HeadraceError as error:

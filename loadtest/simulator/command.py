@@ -30,7 +30,7 @@ def replay(path: Path, *, last_only: bool, as_json: bool) -> int:
     if as_json:
         print_line(json.dumps(body, indent=2))
     else:
-        for line in told(body):
+        for line in report_lines(body):
             print_line(line)
     return 0 if body["difference"] is None else 1
 
@@ -81,7 +81,7 @@ def compared(body: Body) -> list[str]:
     return [*lines, "", *table]
 
 
-def told(body: Body) -> list[str]:
+def report_lines(body: Body) -> list[str]:
     """The lines about a rerun."""
     facts = body["facts"]
     virtual_s, wall_s = body["virtual_us"] / 1e6, body["wall_us"] / 1e6

@@ -133,14 +133,14 @@ def machine() -> dict[str, Any]:
         "links": ["nvidia-smi", "topo", "-m"],
         "commit": ["git", "rev-parse", "HEAD"],
     }
-    said = {"cores": str(os.cpu_count()), "python": platform.python_version(), "system": platform.release()}
+    facts = {"cores": str(os.cpu_count()), "python": platform.python_version(), "system": platform.release()}
     for name, command in commands.items():
         try:
-            said[name] = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+            facts[name] = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
         except (OSError, subprocess.TimeoutExpired):
-            said[name] = "unknown"
-    said["seen"] = ",".join(host_agent.seen(os.environ))
-    return said
+            facts[name] = "unknown"
+    facts["seen"] = ",".join(host_agent.seen(os.environ))
+    return facts
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ async def routing(fleet: Fleet, load: Load, record: Record) -> None:
         record.add(name.replace("-", "_"), {
             "later_turns": _first(later), "first_turns": _first([a for a in answers if not a.turn]),
             "documents": _first(documents), "errors": sum(bool(a.error) for a in (*answers, *documents)),
-            "said": _said((*answers, *documents)),
+            "said": _errors((*answers, *documents)),
             **_counted(before, after, "prefix_hits", "prefilled"),
             "restored": after["measured"]["tiers"]["restored_tokens"]
                         - before["measured"]["tiers"]["restored_tokens"],
@@ -181,7 +181,7 @@ async def _beside(fleet: Fleet, load: Load, name: str, seconds: float, has_docum
         **({f"document_{k}": v for k, v in _first(long).items()} if long else {}),
         "documents": len(long), "tokens_s": tokens / took_s, "took_s": took_s,
         "chat_tokens_s_in_window": in_window / (span[1] - span[0]),
-        "errors": len(answers) + len(long) - len(whole), "said": _said((*answers, *long)),
+        "errors": len(answers) + len(long) - len(whole), "said": _errors((*answers, *long)),
     }  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def _counted(before: Mapping[str, Any], after: Mapping[str, Any], *names: str) -
     return {name: after["measured"]["tokens"][name] - before["measured"]["tokens"][name] for name in names}
 
 
-def _said(answers: Sequence[Answer]) -> list[str]:
+def _errors(answers: Sequence[Answer]) -> list[str]:
     """The first different errors."""
     return sorted({answer.error for answer in answers if answer.error})[:3]
 

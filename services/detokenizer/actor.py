@@ -34,7 +34,8 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import DetokenizerCounter, in_load, lately, points
+from shared.telemetry.readings import Metrics
 from shared.telemetry.traces import Choice, Reply, RequestRecord, request_spans
 from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
@@ -133,26 +134,26 @@ class DetokenizerActor(Actor):
         self._after_loss(self._core.upkeep(self._mailbox.clock.now_us(), self._is_up))
 
     def heartbeat_payload(self) -> HeartbeatPayload:
-        load = self._core.load()
-        counts = {name: load[name] for name in ("frames", "tokens")}
+        counted = self._core.counted()
         tokens = vocabulary_number(self._vocabulary.tokens_digest)
-        figures = (*load.items(), (VOCABULARY, self._number), (TOKENS, tokens), (AGE, self._mailbox.age_s))
-        return HeartbeatPayload(model=self._model, load=figures, counts=counts)
+        figures = (
+            *in_load(counted),
+            (VOCABULARY, self._number),
+            (TOKENS, tokens),
+            (AGE, self._mailbox.age_s),
+        )
+        return HeartbeatPayload(model=self._model, load=figures, counts=lately(counted))
 
     @property
     def metrics(self) -> Metrics:
-        counted = (
-            MetricPoint(f"headrace.detokenizer.{name}", value, "1", is_counter=name in ("frames", "tokens"))
-            for name, value in self._core.load().items()
-        )
+        counted = {**self._core.counted(), DetokenizerCounter.BACKLOG: self._mailbox.bus.backlog_bytes}
         return (
-            *counted,
-            MetricPoint("headrace.detokenizer.backlog", self._mailbox.bus.backlog_bytes, "By"),
+            *points(counted),
             *(point for part in self._parts for point in part.metrics),
         )
 
     def status(self) -> dict[str, object]:
-        return {"model": self._model, **self._core.load()}
+        return {"model": self._model, **self._core.status()}
 
     async def drain(self) -> None:
         """Finish the open requests; after the time limit their schedulers open the rest elsewhere."""

@@ -19,6 +19,7 @@ from services.detokenizer.text import ScoreReader, TokenGap
 from shared import messages
 from shared.errors import NO_VECTOR, Cancelled, HeadraceError, Unavailable, from_code
 from shared.replies import end_headers
+from shared.telemetry.counters import Counted, DetokenizerCounter, in_status
 from shared.vocab.vocabulary import Vocabulary
 
 MOST_ASKED = 4  # tries to get a request re-opened, two heartbeats apart; each re-opens all of its scheduler
@@ -182,17 +183,21 @@ class DetokenizerCore:
             at += count
         return self.failover.on_lost("", "its services have gone", void=True)
 
-    def load(self) -> dict[str, int]:
+    def counted(self) -> Counted:
         """The counts of this shard; `sequences` and `requests` are 0 when idle."""
         return {
-            "sequences": len(self._table.sequences),
-            "requests": len(self._table.requests),
-            "failover": len(self.failover),
-            "backups": len(self.backups),
-            "unconfirmed": len(self.reconnect),
-            "frames": self.frames,
-            "tokens": self.tokens,
+            DetokenizerCounter.SEQUENCES: len(self._table.sequences),
+            DetokenizerCounter.REQUESTS: len(self._table.requests),
+            DetokenizerCounter.FAILOVER: len(self.failover),
+            DetokenizerCounter.BACKUPS: len(self.backups),
+            DetokenizerCounter.UNCONFIRMED: len(self.reconnect),
+            DetokenizerCounter.FRAMES: self.frames,
+            DetokenizerCounter.TOKENS: self.tokens,
         }
+
+    def status(self) -> dict[str, int]:
+        """The counts as `headrace status` has them."""
+        return in_status(self.counted())
 
     @property
     def is_idle(self) -> bool:

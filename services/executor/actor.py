@@ -42,7 +42,16 @@ from shared.config import Settings
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import rendezvous
 from shared.processes import importing
-from shared.telemetry.readings import Attributes, MetricPoint, Metrics
+from shared.telemetry.counters import (
+    Counted,
+    ExecutorCounter,
+    SchedulerCounter,
+    in_load,
+    in_status,
+    lately,
+    points,
+)
+from shared.telemetry.readings import MetricPoint, Metrics
 from shared.vocab import files
 from shared.vocab.files import resolve, served_names
 
@@ -62,7 +71,6 @@ OF_MODELS = {  # what builds the engine of a model; None: another engine is for 
 GROUPS = {  # what runs several ranks
     "ranks": "services.executor.group.driver:build_group",
 }
-OURS = "headrace.executor"
 _US = 1e6
 
 Build = Callable[["TorchOptions"], Backend]
@@ -196,7 +204,7 @@ class ExecutorActor(Actor):
                 self._choose_scheduler(draining)
 
     def heartbeat_payload(self) -> HeartbeatPayload:
-        load, model = {"steps": self._steps, "slots": len(self._open_slots)}, ""
+        load, model = dict(in_load(self._counted)), ""
         if self._backend is not None:
             info = self._backend.info
             model, grammars = info.model, int(info.follows_grammars)
@@ -212,7 +220,7 @@ class ExecutorActor(Actor):
             load=tuple(load.items()),
             arena_generation=self._arenas.worker.generation if self._arenas is not None else 0,
             scheduler=self._scheduler.removeprefix("scheduler.") if self._welcomed else "",
-            counts={"steps": self._steps, "failed_steps": self._failed_steps},
+            counts=lately(self._counted),
         )
 
     @property
@@ -222,17 +230,22 @@ class ExecutorActor(Actor):
         comes."""
         if self._arenas is None:
             return ()
-        device = self._device
+        worker = self._arenas.worker
         return [
-            MetricPoint(f"{OURS}.steps", self._steps, "{step}", is_counter=True),
-            MetricPoint(f"{OURS}.failed_steps", self._failed_steps, "{step}", is_counter=True),
-            MetricPoint(f"{OURS}.open_slots", len(self._open_slots), "{slot}"),
-            MetricPoint(f"{OURS}.plans_queued", device.queued, "{plan}"),
-            MetricPoint(f"{OURS}.device.busy", device.busy_us / _US, "s", is_counter=True),
-            MetricPoint(f"{OURS}.device.idle", device.idle_us / _US, "s", is_counter=True),
-            MetricPoint(f"{OURS}.copies_queued", self._arenas.worker.queued, "{copy}"),
-            *_copy_metrics(self._arenas.worker),
+            *points({**self._counted, ExecutorCounter.COPIES_QUEUED: worker.queued}),
+            *_copy_metrics(worker),
         ]
+
+    @property
+    def _counted(self) -> Counted:
+        return {
+            ExecutorCounter.STEPS: self._steps,
+            ExecutorCounter.FAILED: self._failed_steps,
+            ExecutorCounter.OPEN_SLOTS: len(self._open_slots),
+            ExecutorCounter.QUEUED: self._device.queued,
+            ExecutorCounter.BUSY: self._device.busy_us,
+            ExecutorCounter.IDLE: self._device.idle_us,
+        }
 
     def status(self) -> dict[str, object]:
         if self._backend is None or self._arenas is None:
@@ -243,17 +256,12 @@ class ExecutorActor(Actor):
             "backend": info.backend,
             "dtype": info.dtype,
             "context": info.context,
-            "kv_bytes": info.blocks * info.bytes_per_block,
+            ExecutorCounter.KV_BYTES.status: info.blocks * info.bytes_per_block,
             "model_digest": info.model_digest,
             "scheduler": self._scheduler,
             "asleep": self._asleep,
             **({"kept_out": self._kept_out} if self._kept_out else {}),
-            "steps": self._steps,
-            "failed_steps": self._failed_steps,
-            "open_slots": len(self._open_slots),
-            "queued": self._device.queued,
-            "device_busy_us": self._device.busy_us,
-            "device_idle_us": self._device.idle_us,
+            **in_status(self._counted),
             **self._arenas.status(),
         }
 
@@ -395,7 +403,11 @@ def scheduler_for(peers: Peers, model: str, executor: str) -> str:
 
     def is_starved(actor: str) -> bool:
         peer = peers.get(f"scheduler.{actor}")
-        return not served[actor] and peer is not None and dict(peer.heartbeat.load).get("requests", 0) > 0
+        return (
+            not served[actor]
+            and peer is not None
+            and SchedulerCounter.REQUESTS.loaded(peer.heartbeat.load) > 0
+        )
 
     serving = {actor: served[actor] for actor in ready if served[actor]}
     if not serving or any(map(is_starved, ready)):
@@ -572,6 +584,5 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
 
 def _copy_metrics(worker: CopyWorker) -> Iterator[MetricPoint]:
     for direction, done in (("store", worker.stored), ("load", worker.loaded)):
-        where: Attributes = (("direction", direction),)
-        yield MetricPoint(f"{OURS}.copies", done.copies, "{copy}", where, is_counter=True)
-        yield MetricPoint(f"{OURS}.copied", done.bytes, "By", where, is_counter=True)
+        yield ExecutorCounter.COPIES.point(done.copies, direction)
+        yield ExecutorCounter.COPIED.point(done.bytes, direction)

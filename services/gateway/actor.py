@@ -19,11 +19,12 @@ from collections.abc import Collection, Iterator, Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.app import Endpoints, Keys, build_app
+from services.gateway.app import build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
+from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import AccessLog
 from services.gateway.native_call import Fleet, Health, TenantConnections
-from services.gateway.visitors import Visitors
+from services.gateway.visitors import Keys, Visitors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -33,6 +34,7 @@ from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import UnixListener, bind, http_url, unix_url
+from shared.telemetry.counters import GatewayCounter, in_load, in_status, lately
 from shared.telemetry.readings import Metrics
 
 log = logging.getLogger("headrace.gateway")
@@ -151,8 +153,8 @@ class GatewayActor(Actor):
     def heartbeat_payload(self) -> HeartbeatPayload:
         if self._endpoints is None:
             return HeartbeatPayload()
-        load = (("http_port", self._http.address[1]), ("active", self._endpoints.counters.active))
-        return HeartbeatPayload(load=load, counts={"requests": self._endpoints.counters.requests})
+        counted = {GatewayCounter.PORT: self._http.address[1], **self._endpoints.counters.counted}
+        return HeartbeatPayload(load=in_load(counted), counts=lately(counted))
 
     @property
     def metrics(self) -> Metrics:
@@ -161,15 +163,11 @@ class GatewayActor(Actor):
     def status(self) -> dict[str, object]:
         if self._endpoints is None:
             return {}
-        counters = self._endpoints.counters
         return {
             "url": self._http.url,
             "health": self._endpoints.health.why or "ok",
-            "active": counters.active,
-            "lines": len(self._endpoints.connections),
-            "requests": counters.requests,
-            "chunks": counters.chunks,
-            "slow_readers": counters.slow_readers,
+            GatewayCounter.LINES.status: len(self._endpoints.connections),
+            **in_status(self._endpoints.counters.counted),
         }
 
     def _model_of(self, name: str, tenant: str, request: str) -> str:

@@ -13,22 +13,19 @@ The parser of starlette's own forms, which keep a file on disk, is the same: pyt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from services.gateway import openapi as doc
-from services.gateway.errors import SlowRequest
-from services.gateway.exchange import answer
+from services.gateway.endpoints import Endpoints
+from services.gateway.exchange import SlowRequest, answer
 from services.gateway.native_call import BODY_TIMEOUT_S, check_coding, fields_of, read_body
-from shared.client.client import Client
 from shared.client.file_client import FileClient, asked
-from shared.clock import Clock
 from shared.errors import BadRequest, Cancelled, Overloaded
 from shared.nats import subjects
 from shared.openai.batch_lines import URLS, WINDOW
@@ -44,21 +41,9 @@ Body = dict[str, Any]
 class BatchApi:
     """The endpoints."""
 
-    def __init__(self, client_of: Callable[[Request], Awaitable[Client]], clock: Clock) -> None:
-        """`client_of`: the native client of a request's tenant."""
-        self._client_of, self._clock = client_of, clock
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._client_of, self._clock = endpoints.client_of, endpoints.clock
         self._uploads = 0
-
-    def routes(self) -> list[Route]:
-        """The paths."""
-        return [
-            _route("/v1/files", POST=self.upload, GET=self.files),
-            _route("/v1/files/{id}", GET=self.file, DELETE=self.delete),
-            _route("/v1/files/{id}/content", GET=self.content),
-            _route("/v1/batches", POST=self.create, GET=self.batches),
-            _route("/v1/batches/{id}", GET=self.batch),
-            _route("/v1/batches/{id}/cancel", POST=self.cancel),
-        ]
 
     async def upload(self, request: Request) -> Response:
         """`POST /v1/files`."""
@@ -119,16 +104,6 @@ class BatchApi:
 
     async def _files(self, request: Request) -> FileClient:
         return FileClient(await self._client_of(request), self._clock)
-
-
-def _route(path: str, **endpoints: Callable[[Request], Awaitable[Response]]) -> Route:
-    """A path with an endpoint for each method. A route for each would name its own method alone in a 405."""
-
-    async def endpoint(request: Request) -> Response:
-        method = "GET" if request.method == "HEAD" else request.method
-        return await endpoints[method](request)
-
-    return Route(path, endpoint, methods=[*endpoints])
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes]:
@@ -219,39 +194,39 @@ def _list_of(schema: str) -> doc.Schema:
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": MOST_LIMIT}
 
 
-def _paths() -> doc.Json:
-    """Files and batches, whose ids are in the path."""
-    which = {"parameters": [{"name": "id", "in": "path", "required": True, "schema": _NAME}]}
-    listing = one = (400, 404, *doc.LISTING)
-    listed = [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in {"after": _NAME, "limit": _LIMIT}.items()
-    ]
-    upload = doc.get("File", "store a file for a batch", (400, 401, 408, 413, 429, 499, 500, 503, 504))
+def _lines() -> tuple[doc.Operation, ...]:
+    errors = (400, 404, *doc.LISTING)
+    listed = {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in {"after": _NAME, "limit": _LIMIT}.items()
+        ]
+    }
+    sending = (400, 401, 408, 413, 429, 499, 500, 503, 504)
+    upload = doc.get("File", "store a file for a batch", sending, operation="upload")
     form = {"multipart/form-data": {"schema": doc.ref("FileRequest")}}
-    upload |= {"operationId": "upload", "requestBody": {"required": True, "content": form}}
-    content = doc.get("File", "the content of a file", one)
-    content["operationId"] = "content"
+    upload["requestBody"] = {"required": True, "content": form}
+    content = doc.get("File", "the content of a file", errors, operation="content")
     content["responses"]["200"] = doc.content("application/octet-stream", "the file")
-    batch = {name: doc.get("Batch", f"{name} a batch", one) for name in ("read", "cancel")}
-    return {
-        "/v1/files": {
-            "post": upload,
-            "get": {**doc.get("Files", "your files", listing), "parameters": listed},
-        },
-        "/v1/files/{id}": {
-            "get": doc.get("File", "one file", one),
-            "delete": doc.get("FileDeleted", "delete a file", one),
-            **which,
-        },
-        "/v1/files/{id}/content": {"get": content, **which},
-        "/v1/batches": {
-            "post": doc.post("Batch", "answer a file of requests", (*doc.ASKING, 409, 429)),
-            "get": {**doc.get("Batches", "your batches", listing), "parameters": listed},
-        },
-        "/v1/batches/{id}": {"get": {**batch["read"], "operationId": "readbatch"}, **which},
-        "/v1/batches/{id}/cancel": {"post": {**batch["cancel"], "operationId": "cancelbatch"}, **which},
-    }  # fmt: skip
+    create = doc.post("Batch", "answer a file of requests", (*doc.ASKING, 409, 429))
+    read, cancel = (
+        doc.get("Batch", f"{verb} a batch", errors, operation=f"{verb}batch") for verb in ("read", "cancel")
+    )
+    files, batches = (
+        {**doc.get(name, f"your {name.lower()}", errors), **listed} for name in ("Files", "Batches")
+    )
+    delete = doc.get("FileDeleted", "delete a file", errors)
+    return (
+        doc.Operation("POST", "/v1/files", BatchApi.upload, upload),
+        doc.Operation("GET", "/v1/files", BatchApi.files, files),
+        doc.Operation("GET", "/v1/files/{id}", BatchApi.file, doc.get("File", "one file", errors)),
+        doc.Operation("DELETE", "/v1/files/{id}", BatchApi.delete, delete),
+        doc.Operation("GET", "/v1/files/{id}/content", BatchApi.content, content),
+        doc.Operation("POST", "/v1/batches", BatchApi.create, create),
+        doc.Operation("GET", "/v1/batches", BatchApi.batches, batches),
+        doc.Operation("GET", "/v1/batches/{id}", BatchApi.batch, read),
+        doc.Operation("POST", "/v1/batches/{id}/cancel", BatchApi.cancel, cancel),
+    )
 
 
 def build() -> doc.Part:
@@ -284,12 +259,7 @@ def build() -> doc.Part:
         "Batch": _BATCH,
         "Batches": _list_of("Batch"),
     }
-    return doc.Part(
-        "batches",
-        lambda endpoints: BatchApi(endpoints.client_of, endpoints.clock).routes(),
-        _paths(),
-        schemas,
-    )
+    return doc.Part(_lines(), schemas, owner=BatchApi)
 
 
 MAX_FIELD_BYTES = 4_096  # of a field that is no file, and of a part's headers

@@ -25,7 +25,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.errors import HeadTooLarge, SlowRequest, UnknownCoding
+from services.gateway.exchange import HeadTooLarge, SlowRequest, UnknownCoding
 from services.gateway.native_call import BODY_TIMEOUT_S
 from shared.errors import BadRequest, HeadraceError, Overloaded
 from shared.openai.call import error_body, error_status

@@ -3,9 +3,12 @@
 An exchange holds the tenant, the id and the stamps of a request; `spans` is its trace. The counters have
 OpenTelemetry names, and `/metrics` exports them for Prometheus. `answer` and `refusal` build JSON responses.
 
+The errors of HTTP requests are here, with their headers. Client libraries retry 408, 409, 429 and 5xx by
+themselves, after `retry-after-ms`.
+
 `AccessLog` writes a line of JSON for each HTTP request: client, result, times, tokens.
 
-`ExchangeMiddleware` calls it after the last byte of an answer. Prompts and answers are left out; a setting
+The middleware calls it after the last byte of an answer. Prompts and answers are left out; a setting
 adds the body of the request. Invariant: a file that cannot be written costs lines of the log, never a
 request.
 """
@@ -13,6 +16,7 @@ request.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import sys
@@ -22,12 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.errors import headers_of
 from shared.api import REQUEST_ID
 from shared.client.client import SlowReader
 from shared.errors import HeadraceError, SetupError
@@ -35,7 +38,9 @@ from shared.openai.call import error_body, error_status
 from shared.openai.whole_answer import total
 from shared.replies import to_json
 from shared.telemetry import traces as c
-from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
+from shared.telemetry.counters import Counted, GatewayCounter, points
+from shared.telemetry.counters import Counter as Declared
+from shared.telemetry.readings import HistogramPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
 EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
@@ -46,7 +51,88 @@ _ID_BYTES = 12
 _GIVEN_CHARS = 96  # of the client's id, as a prefix of the request's own
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-OURS = "headrace.gateway"
+
+
+DEFAULT_RETRY_MS = 1_000
+
+
+class NotAuthorized(HeadraceError):
+    """No API key, or an unknown one."""
+
+    code, type = 401, "invalid_api_key"
+
+
+class NoRoute(HeadraceError):
+    """An unknown path."""
+
+    code, type = 404, "not_found"
+
+
+class Gone(HeadraceError):
+    """A durable request that was kept for its time."""
+
+    code, type = 410, "request_expired"
+
+
+class NoKeeper(HeadraceError):
+    """A request that must be kept, and no keeper. Not Unavailable, after which `/health` tries the services:
+    other requests work."""
+
+    code, type, retryable = 503, "unavailable", True
+
+
+class StoreAway(HeadraceError):
+    """The keeper or its store does not answer now. Other requests work, as above."""
+
+    code, type, retryable = 503, "unavailable", True
+
+
+class WrongMethod(HeadraceError):
+    """A known path, with another method."""
+
+    code, type = 405, "method_not_allowed"
+
+
+class SlowRequest(HeadraceError):
+    """The head or the body of a request did not arrive in time."""
+
+    code, type, retryable = 408, "request_timeout", True
+    status = 408  # the client was the slow one
+
+
+class WrongMediaType(HeadraceError):
+    """A body with a content type other than JSON, or with a content encoding."""
+
+    code, type = 415, "unsupported_media_type"
+
+
+class HeadTooLarge(HeadraceError):
+    """The headers of a request are too long."""
+
+    code, type = 431, "head_too_large"
+
+
+class UnknownCoding(HeadraceError):
+    """A body with a transfer coding other than chunked."""
+
+    code, type = 501, "unsupported_transfer_coding"
+
+
+class Unprocessable(HeadraceError):
+    """JSON, but not an object."""
+
+    code, type = 422, "unprocessable"
+
+
+def headers_of(error: HeadraceError) -> dict[str, str]:
+    """The headers for authentication and for retries."""
+    status = error_status(error)
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    if status not in (429, 503):
+        return {}
+    wait_ms = error.retry_after_ms or DEFAULT_RETRY_MS
+    return {"Retry-After": str(math.ceil(wait_ms / 1000)), "Retry-After-Ms": str(wait_ms)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +167,16 @@ class Exchange:
     def is_generation(self) -> bool:
         """True for a request for a new answer, with a key where one is needed."""
         return self.counted and self.method == "POST"
+
+
+class Observer(Protocol):
+    """What sees every exchange."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """A request has arrived."""
+
+    def end(self, exchange: Exchange) -> None:
+        """It has ended."""
 
 
 def exchange_of(request: Request) -> Exchange:
@@ -170,9 +266,9 @@ class Durations:
         self.counts[bisect_left(BOUNDS_S, took_s)] += 1
         self.total_s += took_s
 
-    def histogram(self, name: str, attributes: Attributes = ()) -> HistogramPoint:
+    def histogram(self, of: Declared, *attributes: str) -> HistogramPoint:
         """The histogram as a metric."""
-        return HistogramPoint(name, BOUNDS_S, list(self.counts), self.total_s, "s", attributes)
+        return of.histogram(BOUNDS_S, self.counts, self.total_s, *attributes)
 
 
 class ExchangeCounters:
@@ -213,24 +309,27 @@ class ExchangeCounters:
         """Requests that have ended."""
         return sum(sum(took.counts) for took in self._took.values())
 
+    @property
+    def counted(self) -> Counted:
+        """Those without attributes."""
+        return {
+            GatewayCounter.ACTIVE: self.active,
+            GatewayCounter.REQUESTS: self.requests,
+            GatewayCounter.CHUNKS: self.chunks,
+            GatewayCounter.SLOW_READERS: self.slow_readers,
+        }
+
     def metrics(self) -> Metrics:
         """All counters."""
-        counted = [
-            MetricPoint("http.server.active_requests", self.active, "{request}"),
-            MetricPoint(f"{OURS}.chunks", self.chunks, "{chunk}", is_counter=True),
-            MetricPoint(f"{OURS}.slow_readers", self.slow_readers, "{stream}", is_counter=True),
-        ]
         took = [
-            durations.histogram(
-                "http.server.request.duration", ((c.HTTP_ROUTE, route), (c.HTTP_STATUS, str(status)))
-            )
+            durations.histogram(GatewayCounter.DURATION, route, str(status))
             for (route, status), durations in sorted(self._took.items())
         ]
         first = [
-            durations.histogram(f"{OURS}.time_to_first_chunk", ((c.HTTP_ROUTE, route),))
+            durations.histogram(GatewayCounter.FIRST_CHUNK, route)
             for route, durations in sorted(self._first.items())
         ]
-        return [*counted, *took, *first]
+        return [*points(self.counted), *took, *first]
 
 
 log = logging.getLogger("headrace.gateway")

@@ -34,7 +34,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.gateway.errors import SlowRequest, Unprocessable, WrongMediaType
+from services.gateway.exchange import SlowRequest, Unprocessable, WrongMediaType
 from services.gateway.visitors import is_from_browser
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers, can_start_cold, missing
@@ -52,7 +52,8 @@ from shared.errors import (
 from shared.nats import subjects
 from shared.nats.interface import Bus, BusFault, Delivery, NoResponders
 from shared.openai.call import Body, Call
-from shared.telemetry.readings import MetricPoint, Metrics, unpack
+from shared.telemetry.counters import ProcessCounter, cells
+from shared.telemetry.readings import Metrics, unpack
 
 log = logging.getLogger("headrace.gateway")
 
@@ -533,11 +534,13 @@ class Fleet:
         return [*chain.from_iterable(_labelled(source, metrics) for source, metrics in found.items())]
 
     async def states(self) -> list[Body]:
-        """The status of every living service of this fleet, as `headrace status --json` has it."""
+        """The status of every living service of this fleet, as `headrace status --json` has it, with the
+        `cells` of its line."""
         found = await self._states.collect()
         silent = {source: source.partition(".") for source, state in found.items() if state is None}
         states = [{"kind": kind, "id": actor, "state": "silent"} for kind, _, actor in silent.values()]
-        return [*states, *(s for s in found.values() if s and s.get("fleet") == self._mailbox.fleet)]
+        own = (s for s in found.values() if s and s.get("fleet") == self._mailbox.fleet)
+        return [*states, *({**state, "cells": cells(state)} for state in own)]
 
     async def trace(self, tenant: str, request_id: str) -> Body | None:
         """The trace of a request of a tenant, as `headrace trace --json` has it; None if no scheduler knows
@@ -567,5 +570,5 @@ def _state(data: bytes) -> tuple[str, Body]:
 def _labelled(source: str, metrics: Metrics | None) -> Metrics:
     service, _, instance = source.partition(".")
     labels = (("service", service), ("instance", instance))
-    up = MetricPoint("headrace.up", int(metrics is not None), "1")
+    up = ProcessCounter.UP.point(int(metrics is not None))
     return [replace(each, attributes=(*labels, *each.attributes)) for each in (up, *(metrics or ()))]

@@ -36,7 +36,7 @@ from shared.client.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call, error_body, read_call, read_vectors_call
+from shared.openai.call import Call, read_call, read_vectors_call
 from shared.openai.whole_answer import answer, stop_reason, total, vectors
 
 Body = dict[str, Any]
@@ -70,7 +70,7 @@ class _Sent:
         self.again = self.again_checksum = 0
 
     @property
-    def is_behind(self) -> bool:
+    def is_repeating(self) -> bool:
         """True while the current attempt repeats sent text."""
         return self.again < self.chars
 
@@ -80,7 +80,7 @@ class _Sent:
             known = piece[: self.chars - self.again]
             self.again += len(known)
             self.again_checksum = _checksum(known, self.again_checksum)
-            if not self.is_behind and self.again_checksum != self.checksum:
+            if not self.is_repeating and self.again_checksum != self.checksum:
                 raise changed()
             piece = piece[len(known) :]
         if piece:
@@ -195,8 +195,8 @@ class ChunkBuilder:
 
     def _around(self, index: int) -> tuple[str, str]:
         content: Body = {"delta": {"content": _MARK}} if self._call.chat else {"text": _MARK}
-        before, _, behind = _json(self._chunk(index, content, None, None)).rpartition(quote(_MARK))
-        return before, behind
+        before, _, after = _json(self._chunk(index, content, None, None)).rpartition(quote(_MARK))
+        return before, after
 
     def _delta(self, index: int, choice: Body) -> list[str]:
         sent = self._sent[index]
@@ -211,8 +211,8 @@ class ChunkBuilder:
         if logprobs is None and not text:
             return []
         if logprobs is None and not self._call.continuous_usage:
-            before, behind = sent.around
-            return [f"{before}{quote(text)}{behind}"]
+            before, after = sent.around
+            return [f"{before}{quote(text)}{after}"]
         content: Body = {"delta": {"content": text}} if self._call.chat else {"text": text}
         return [_json(self._chunk(index, content, logprobs, None))]
 
@@ -227,7 +227,7 @@ class ChunkBuilder:
 
     def _last(self, index: int, choice: Body) -> list[Body]:
         sent, reason = self._sent[index], choice["finish_reason"]
-        if sent.is_behind:
+        if sent.is_repeating:
             raise changed()
         chunks: list[Body] = []
         if sent.reader is not None:
@@ -344,7 +344,6 @@ class Api:
 
     answer: Callable[[Call, Sequence[Body], Sequence[str]], Body] = answer
     chunks: Callable[[Call, Sequence[str]], Chunks] = ChunkBuilder
-    error: Callable[[HeadraceError, str], Body] = error_body
     read: Callable[[Body], Body] = dict  # raises BadRequest
     to_call: Callable[..., Call] = read_call
     ignored: Callable[[Body], Sequence[str]] = lambda fields: ()  # what of a valid request changes nothing

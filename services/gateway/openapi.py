@@ -1,21 +1,23 @@
-"""`document` builds the OpenAPI document: every path of the gateway with its requests and answers.
+"""`Operation`: a line of the table of paths. `document` builds the OpenAPI document from all of them.
 
 The JSON Schemas of requests come from the models that the tokenizer validates with (shared/api.py). `Part` is
-what a module of the table in app.py adds to the paths of the gateway and to this document.
+what a module of the table in app.py adds: lines, and the schemas of their requests and answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.routing import Route
+from starlette.responses import Response
 
 from shared.api import ChatRequest, CompletionRequest, EmbeddingRequest
-from shared.openai.call import MAX_INPUTS, MAX_PROMPTS
+from shared.errors import HeadraceError
+from shared.openai.call import MAX_INPUTS, MAX_PROMPTS, error_body
 
 Json = dict[str, Any]
 Schema = dict[str, Any]
@@ -43,13 +45,12 @@ _WHY = {
     504: "the time limit of the request has passed",
 }
 LISTING = (401, 500, 503, 504)
+FINDING = (*LISTING, 404)
 LOOKING = (400, 401, 404, 410, 429, 500, 503, 504)
 ASKING = (400, 401, 404, 408, 413, 415, 422, 500, 503, 504)
 GENERATING = (*ASKING, 403, 409, 429, 499)
 
-ID: Json = {"name": "id", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
-
-
+_VARIABLE: Json = {"required": True, "schema": {**TEXT, "minLength": 1}}
 _LAST_ID: Json = {
     "name": "Last-Event-ID",
     "in": "header",
@@ -63,18 +64,38 @@ _STREAMS: list[Json] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One more API of the gateway. Its routes come first, and so do its descriptions of their paths."""
+class Operation:
+    """A line of the table of paths."""
 
-    name: str
-    routes: Callable[[Any], list[Route]]  # of the `Endpoints` of app.py
-    paths: Json
-    schemas: dict[str, Schema]
-    requests: Sequence[type[BaseModel]] = field(default=())
+    verb: str
+    path: str  # a variable part may be `{name:path}`, with slashes in it
+    handler: Callable[..., Awaitable[Response]]  # of the `owner` of its part, and the request
+    described: Json | None = None  # None: it is no part of the API, and counts as `other`
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Lines that belong together, with the answers that they describe."""
+
+    operations: Sequence[Operation]
+    schemas: dict[str, Schema] = field(default_factory=dict)
+    requests: Sequence[type[BaseModel]] = ()
+    owner: Callable[[Any], Any] = lambda endpoints: endpoints  # what handlers get, of a gateway's Endpoints
+    error_body: Callable[[HeadraceError, str], Json] = error_body  # an error in the shape of this API
 
 
 def document(version: str, parts: Sequence[Part]) -> Json:
-    """OpenAPI 3.1."""
+    """OpenAPI 3.1. The first of two lines with one path and verb counts."""
+    paths: Json = {}
+    for path, verb, described in ((o.path, o.verb, o.described) for p in parts for o in p.operations):
+        if described is not None:
+            entry = paths.setdefault(path.replace(":path}", "}"), {})
+            entry.setdefault(verb.lower(), described)
+            if names := re.findall(r"{(\w+)", path):
+                entry["parameters"] = [{"name": name, "in": "path", **_VARIABLE} for name in names]
+    schemas = _requests([kind for part in parts for kind in part.requests])
+    for part in parts:
+        schemas |= part.schemas
     return {
         "openapi": "3.1.0",
         "info": {
@@ -82,46 +103,13 @@ def document(version: str, parts: Sequence[Part]) -> Json:
             "version": version,
             "description": "The OpenAI API, and other APIs, over the actors of one NATS server.",
         },
-        "paths": _paths({path: described for part in parts for path, described in part.paths.items()}),
+        "paths": paths,
         "components": {
-            "schemas": _components(parts),
+            "schemas": schemas,
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
                 "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
             },
-        },
-    }
-
-
-def _paths(of_parts: Json) -> Json:
-    return {
-        "/v1/chat/completions": {"post": CHAT},
-        "/v1/completions": {"post": COMPLETION},
-        "/v1/embeddings": {"post": post("Embedding", "the vectors of texts", GENERATING)},
-        **of_parts,
-        "/v1/models": {"get": get("Models", "the models served", LISTING)},
-        "/v1/models/{model}": {
-            "get": get("Model", "one served model", (401, 404, 500, 503, 504)),
-            "parameters": [
-                {"name": "model", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
-            ],
-        },
-        "/tokenize": {"post": post("Tokenize", "the token ids of a prompt", ASKING)},
-        "/detokenize": {"post": post("Detokenize", "the text of token ids", ASKING)},
-        "/health": {"get": _state("would a request succeed now?")},
-        "/ready": {"get": _state("does this gateway accept requests?")},
-        "/version": {
-            "get": {"summary": "the version", "responses": {"200": body_of("Version", "the version")}}
-        },
-        "/metrics": {
-            "get": {
-                "summary": "metrics for Prometheus; if there are keys, only with the operator's key",
-                "security": [{}, {"key": []}],
-                "responses": {"200": content("text/plain", "metrics"), **_errors((401, 403))},
-            }
-        },
-        "/openapi.json": {
-            "get": {"summary": "this document", "responses": {"200": content("application/json", "OpenAPI")}}
         },
     }
 
@@ -140,7 +128,7 @@ def post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = Fal
 def stored(name: str, summary: str, *, failing: bool = False) -> Json:
     """An answer that may be read later. `failing`: the error of the request is that of this path."""
     errors = (*LOOKING, 403, 408, 409, 413, 499) if failing else LOOKING
-    got = {**get(f"{name}Answer", summary, errors), "operationId": f"stored{name.lower()}"}
+    got = get(f"{name}Answer", summary, errors, operation=f"stored{name.lower()}")
     got["parameters"] = [_LAST_ID, *([] if failing else _STREAMS)]
     got["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
     got["responses"]["204"] = {"description": "the reader has all events"}
@@ -149,20 +137,22 @@ def stored(name: str, summary: str, *, failing: bool = False) -> Json:
     return got
 
 
-def get(name: str, summary: str, errors: tuple[int, ...], api: str = "") -> Json:
+def get(name: str, summary: str, errors: tuple[int, ...], api: str = "", operation: str = "") -> Json:
     return {
         "summary": summary,
-        "operationId": name.lower(),
+        "operationId": operation or name.lower(),
         "security": [{}, {"key": []}, {"x_api_key": []}],
         "responses": {"200": body_of(name, "the answer"), **_errors(errors, api)},
     }
 
 
-def _state(summary: str) -> Json:
-    return {
-        "summary": summary,
-        "responses": {"200": body_of("State", "yes"), "503": body_of("State", "no: why")},
-    }
+def state(summary: str) -> Json:
+    responses = {"200": body_of("State", "yes"), "503": body_of("State", "no: why")}
+    return {"summary": summary, "responses": responses}
+
+
+def version(summary: str) -> Json:
+    return {"summary": summary, "responses": {"200": body_of("Version", "the version")}}
 
 
 def _errors(codes: tuple[int, ...], api: str = "") -> Json:
@@ -295,7 +285,7 @@ _ASSISTANT = object_of(
 _ERROR = object_of("request_id", message=TEXT, type=TEXT, param=WORD, code=WORD, request_id=TEXT)
 
 _NUMBERS: Schema = {"type": "array", "items": {"type": "number"}}
-_COMPONENTS: dict[str, Schema] = {
+COMPONENTS: dict[str, Schema] = {
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
     "EmbeddingAnswer": object_of(
@@ -329,9 +319,12 @@ _COMPONENTS: dict[str, Schema] = {
 }
 CHAT = post("Chat", "answer a conversation", GENERATING, stream=True)
 COMPLETION = post("Completion", "continue a prompt", GENERATING, stream=True)
-
-
-def _components(parts: Sequence[Part]) -> dict[str, Schema]:
-    """The JSON Schemas by name."""
-    requests = _requests([kind for part in parts for kind in part.requests])
-    return requests | _COMPONENTS | {name: schema for part in parts for name, schema in part.schemas.items()}
+EMBEDDING = post("Embedding", "the vectors of texts", GENERATING)
+TOKENIZE = post("Tokenize", "the token ids of a prompt", ASKING)
+DETOKENIZE = post("Detokenize", "the text of token ids", ASKING)
+METRICS: Json = {
+    "summary": "metrics for Prometheus; if there are keys, only with the operator's key",
+    "security": [{}, {"key": []}],
+    "responses": {"200": content("text/plain", "metrics"), **_errors((401, 403))},
+}
+ITSELF: Json = {"summary": "this document", "responses": {"200": content("application/json", "OpenAPI")}}

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 from collections import deque
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from services.gateway import openapi as doc
-from services.gateway.errors import NoRoute
-from services.gateway.exchange import Exchange, access_line, answer, credential
+from services.gateway.endpoints import Endpoints
+from services.gateway.exchange import Exchange, NoRoute, access_line, answer, credential
 from services.gateway.native_call import Fleet
+from services.gateway.visitors import Keys
 from shared.clock import Clock, SystemClock
-
-if TYPE_CHECKING:
-    from services.gateway.app import Endpoints
 
 KEPT = 200  # requests in the list, and at most as many that run
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
@@ -44,20 +41,10 @@ _HEADERS = {
 }
 
 
-class Access(Protocol):
-    """What a key allows to see."""
-
-    def viewer_of(self, authorization: str) -> str | None:
-        """The tenant of a key; None may see all tenants. Raises NotAuthorized."""
-
-    def only_operator(self, authorization: str) -> None:
-        """Raises NotAuthorized, Forbidden."""
-
-
 class Page:
     """The page of one gateway, and the list of its last requests."""
 
-    def __init__(self, fleet: Fleet, access: Access, clock: Clock | None = None) -> None:
+    def __init__(self, fleet: Fleet, access: Keys, clock: Clock | None = None) -> None:
         self._fleet, self._access, self._clock = fleet, access, clock or SystemClock()
         self._running: dict[int, Exchange] = {}  # by id(): a request gets its own id later
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
@@ -74,21 +61,12 @@ class Page:
             why = {"message": exchange.error.message} if exchange.error is not None else {}
             self._recent.appendleft({**access_line(exchange), **why})
 
-    def routes(self) -> list[Route]:
-        """The page's paths."""
-        return [
-            Route("/", self._file, methods=["GET"]),
-            Route("/docs", self._docs, methods=["GET"]),
-            Route("/page/{name}", self._file, methods=["GET"]),
-            Route("/fleet", self._states, methods=["GET"]),
-            Route("/requests", self._requests, methods=["GET"]),
-            Route("/requests/{id}", self._trace, methods=["GET"]),
-        ]
-
-    async def _file(self, request: Request) -> Response:
+    async def file(self, request: Request) -> Response:
+        """A file of the page."""
         return self._sent(request.path_params.get("name", "index.html"))
 
-    async def _docs(self, _: Request) -> Response:
+    async def docs(self, _: Request) -> Response:
+        """The API, readable."""
         return self._sent("docs.html")
 
     def _sent(self, name: str) -> Response:
@@ -97,14 +75,17 @@ class Page:
         media_type = _TYPES[name.rpartition(".")[2]]
         return Response(self._files[name], headers=_HEADERS, media_type=media_type)
 
-    async def _states(self, request: Request) -> Response:
+    async def states(self, request: Request) -> Response:
+        """The states of all services."""
         self._access.only_operator(credential(request))
         return answer({"services": await self._fleet.states()})
 
-    async def _requests(self, request: Request) -> Response:
+    async def requests(self, request: Request) -> Response:
+        """The last requests."""
         return answer({"requests": self._seen_by(request)})
 
-    async def _trace(self, request: Request) -> Response:
+    async def trace(self, request: Request) -> Response:
+        """Where the time of one of them went."""
         wanted, tenant = request.path_params["id"], request.query_params.get("tenant")
         seen = [each["tenant"] for each in self._seen_by(request) if each["request_id"] == wanted]
         if tenant not in (None, *seen) or not seen:
@@ -128,13 +109,17 @@ def _files() -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in files if each.name.rpartition(".")[2] in _TYPES}
 
 
-def routes(endpoints: Endpoints) -> list[Route]:
-    """The paths of a page that sees every exchange."""
+def page_of(endpoints: Endpoints) -> Page:
+    """A page that sees every exchange."""
     page = Page(endpoints.fleet, endpoints.keys, endpoints.clock)
     endpoints.observers.append(page)
-    return page.routes()
+    return page
 
 
 def build() -> doc.Part:
     """The page; it is no part of the API, so the document does not have it."""
-    return doc.Part("page", routes, {}, {})
+    lines = {
+        "/": Page.file, "/docs": Page.docs, "/page/{name}": Page.file, "/fleet": Page.states,
+        "/requests": Page.requests, "/requests/{id}": Page.trace,
+    }  # fmt: skip
+    return doc.Part([doc.Operation("GET", *line) for line in lines.items()], owner=page_of)

@@ -21,11 +21,12 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
-from services.gateway.errors import Gone, NoKeeper, StoreAway
+from services.gateway.endpoints import Endpoints
+from services.gateway.exchange import Gone, NoKeeper, StoreAway
 from shared.api import REQUEST_ID
 from shared.client.client import Client, error_of
 from shared.clock import SystemClock
@@ -34,9 +35,6 @@ from shared.nats import subjects
 from shared.nats.interface import NoResponders
 from shared.openai.call import Body, Call, drawn_at, read_call
 from shared.processes import Rarely
-
-if TYPE_CHECKING:
-    from services.gateway.app import Endpoints
 
 log = logging.getLogger("headrace.gateway")
 

@@ -46,7 +46,8 @@ from shared.nats.jetstream import JetStream, Made, StreamFull, Taken, Unwritten,
 from shared.nats.object_store import ObjectStore
 from shared.processes import Rarely
 from shared.replies import error_reply
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import Counted, KeeperCounter, in_status, lately, points
+from shared.telemetry.readings import Metrics
 
 log = logging.getLogger("headrace.keeper")
 
@@ -158,39 +159,36 @@ class KeeperActor(Actor):
                 task.result()  # a failed loop fails the actor, as a failed handler does
 
     def heartbeat_payload(self) -> HeartbeatPayload:
-        return HeartbeatPayload(counts={"submitted": self._verbs.submitted, "stored": self._core.stored})
+        return HeartbeatPayload(counts=lately(self._counted))
 
     @property
     def metrics(self) -> Metrics:
+        return points(self._counted)
+
+    @property
+    def _counted(self) -> Counted:
         own, hooks = self._core, self._webhooks
-        return (
-            MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
-            MetricPoint("headrace.keeper.in_flight", len(own), "{request}"),
-            MetricPoint("headrace.keeper.forwarded", len(self._forwarder), "{request}"),
-            MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
-            MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
-            MetricPoint("headrace.keeper.stored", own.stored, "{request}", is_counter=True),
-            MetricPoint("headrace.keeper.refused", own.refused, "{request}", is_counter=True),
-            MetricPoint("headrace.keeper.webhooks", hooks.delivered, "{event}", is_counter=True),
-            MetricPoint("headrace.keeper.webhooks_failed", hooks.failed, "{try}", is_counter=True),
-            MetricPoint("headrace.keeper.webhooks_given_up", hooks.given_up, "{event}", is_counter=True),
-            MetricPoint("headrace.keeper.webhooks_dropped", hooks.dropped, "{event}", is_counter=True),
-            MetricPoint("headrace.keeper.batches", len(self._batches), "{batch}"),
-            MetricPoint("headrace.keeper.batch_lines", self._batches.in_flight, "{request}"),
-        )
+        return {
+            KeeperCounter.QUEUED: self._queues.queued,
+            KeeperCounter.IN_FLIGHT: len(own),
+            KeeperCounter.FORWARDED: len(self._forwarder),
+            KeeperCounter.SUBMITTED: self._verbs.submitted,
+            KeeperCounter.KEPT: self._verbs.kept,
+            KeeperCounter.STORED: own.stored,
+            KeeperCounter.REFUSED: own.refused,
+            KeeperCounter.HELD_BACK: own.held_back,
+            KeeperCounter.HOOKS: hooks.delivered,
+            KeeperCounter.HOOKS_FAILED: hooks.failed,
+            KeeperCounter.HOOKS_GIVEN_UP: hooks.given_up,
+            KeeperCounter.HOOKS_DROPPED: hooks.dropped,
+            KeeperCounter.BATCHES: len(self._batches),
+            KeeperCounter.BATCH_LINES: self._batches.in_flight,
+        }
 
     def status(self) -> dict[str, object]:
         return {
-            "queued": self._queues.queued,
+            **in_status(self._counted),
             "taken_by": self._queues.taker,
-            "in_flight": len(self._core),
-            "forwarded": len(self._forwarder),
-            "submitted": self._verbs.submitted,
-            "stored": self._core.stored,
-            "refused": self._core.refused,
-            "held_back": self._core.held_back,
-            "batches": len(self._batches),
-            "lines_in_flight": self._batches.in_flight,
             "unwritten": self._unwritten.facts(),
             "removed": self._made.facts(),
             "webhooks_dropped": self._webhooks.dropped_lately(),

@@ -27,11 +27,13 @@ from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.clock import timer_s
 from shared.config import Settings
 from shared.messages import Message
-from shared.telemetry.readings import Attributes, MetricPoint, Metrics
+from shared.telemetry.counters import Counted, in_load, in_status, lately, points
+from shared.telemetry.counters import KvOffloadCounter as Count
+from shared.telemetry.counters import KvOffloadLinkCounter as Links
+from shared.telemetry.readings import MetricPoint, Metrics
 
 log = logging.getLogger("headrace.kv_offload")
 
-OURS = "headrace.kv_offload"
 AGAIN_US = 30_000_000  # until the arena is tried again for which there was no room
 
 Connect = Callable[[], Remote]
@@ -121,13 +123,13 @@ class KvOffloadActor(Actor):
         state = self._core.state
         if not state.l1.capacity_bytes:
             return HeartbeatPayload()
-        arena, counters = state.l1.arena, state.counters
+        arena = state.l1.arena
         return HeartbeatPayload(
             load=(
                 *load(state),
                 *(((PEER_READS, 1),) if self._peers is not None and self._peers.address else ()),
             ),
-            counts={"lookups": counters.lookups, "hits": counters.hits},
+            counts=lately(counted(state)),
             arena=arena.name,
             arena_generation=arena.generation,
             tiers=tiers(state),
@@ -284,13 +286,7 @@ def _without_password(url: str) -> str:
 
 def load(state: State) -> tuple[tuple[str, int], ...]:
     """Numbers for the heartbeat."""
-    l1, counters = state.l1, state.counters
-    return (
-        ("l1_bytes", l1.capacity_bytes),
-        ("l1_used", l1.used_bytes),
-        ("leased", l1.pinned_bytes + writing_bytes(state)),
-        ("hits", counters.hits),
-    )
+    return in_load(counted(state))
 
 
 def tiers(state: State) -> tuple[str, ...]:
@@ -309,131 +305,106 @@ def writing_bytes(state: State) -> int:
     return sum(range_.size_bytes for lease in leases for range_ in lease.ranges if range_ is not None)
 
 
-def status(state: State, peers: Book | None = None) -> dict[str, object]:
-    """The status document. Lookups, loads, leases, reads from peers and quarantine are 0 when idle."""
-    document = {
-        "lookups": len(state.lookups),
-        "loads": len(state.loads),
-        "reads": sum(isinstance(lease, ReadLease) for lease in state.leases.values()),
-        "writes": sum(isinstance(lease, WriteLease) for lease in state.leases.values()),
-        "quarantine": len(state.quarantine),
-        "tiers": {"l1": _l1(state), "l2": _l2(state)},
-        "keys": {"asked": _asked(state), "moved": _moved(state)},
-    }
-    return document if peers is None else {**document, "peers": _peers(peers, state.counters)}
-
-
-def _peers(book: Book, counters: Counters) -> dict[str, object]:
+def counted(state: State) -> Counted:
+    """What is counted. Lookups, loads, leases and quarantine are 0 when idle."""
+    l1, counters = state.l1, state.counters
     return {
-        "readable": len(book.peers),
-        "open": len(book.asks),
-        "known": len(book.known),
-        "answer_us": book.answer_us,
-        "hits": counters.hits_peer,
-        "gets": counters.peer_gets,
-        "bytes": counters.peer_bytes,
-        "absent": counters.peer_absent,
-        "corrupt": counters.peer_corrupt,
-        "failures": counters.peer_failures,
-        "leased": counters.peer_leased,
+        Count.LOOKUPS_OPEN: len(state.lookups),
+        Count.LOADS_OPEN: len(state.loads),
+        Count.READS: sum(isinstance(lease, ReadLease) for lease in state.leases.values()),
+        Count.WRITES: sum(isinstance(lease, WriteLease) for lease in state.leases.values()),
+        Count.QUARANTINE: len(state.quarantine),
+        Count.L1_BYTES: l1.capacity_bytes,
+        Count.L1_USED: l1.used_bytes,
+        Count.L1_ENTRIES: len(l1.entries),
+        Count.L1_READ: l1.pinned_bytes,
+        Count.L1_WRITTEN: writing_bytes(state),
+        Count.L1_QUARANTINED: state.quarantined_bytes,
+        Count.EVICTED: l1.evictions,
+        Count.LEASED: l1.pinned_bytes + writing_bytes(state),
+        Count.HITS: counters.hits,
+        Count.LOOKUPS: counters.lookups,
+        Count.HITS_L1: counters.hits_l1,
+        Count.HITS_L2: counters.hits_l2,
+        Count.MISSES: counters.lookups - counters.hits,
+        Count.HIT_RATE: round(counters.hit_rate, 4),
+        Count.LOADED: counters.loaded,
+        Count.LOADS_LATE: counters.loads_late,
+        Count.ABSENT: counters.l2_absent,
+        Count.STORED: counters.stored,
+        Count.NO_ROOM: counters.no_room,
+        Count.LATE_COMMITS: counters.late_commits,
+        Count.EXPIRED: counters.expired_leases,
+        Count.PROMOTIONS: counters.promotions,
+        Count.L2_PUTS: counters.l2_puts,
+        Count.L2_GETS: counters.l2_gets,
+        Count.CORRUPT: counters.corrupt,
+        Links.PEER_BYTES: counters.peer_bytes,
+        Links.PEER_FAILURES: counters.peer_failures,
+        **_of_l2(state),
     }
 
 
-def _l1(state: State) -> dict[str, object]:
-    l1 = state.l1
-    return {
-        "capacity_bytes": l1.capacity_bytes,
-        "used_bytes": l1.used_bytes,
-        "entries": len(l1.entries),
-        "read_bytes": l1.pinned_bytes,
-        "written_bytes": writing_bytes(state),
-        "quarantined_bytes": state.quarantined_bytes,
-        "evictions": l1.evictions,
-        "arena": l1.arena.name,
-        "generation": l1.arena.generation,
-    }
-
-
-def _l2(state: State) -> dict[str, object]:
+def _of_l2(state: State) -> Counted:
     l2, counters = state.l2, state.counters
     if not l2.enabled:
-        return {"breaker": "none"}
+        return {Links.BREAKER: "none"}
     return {
-        "breaker": "open" if l2.breaker.open else "closed",
-        "opened": l2.breaker.opened,
-        "known": len(l2.presence),
-        "in_flight": len(l2.calls),
-        "queued": len(l2.wants) + len(l2.urgent) + len(l2.early) + len(l2.deletes) + len(l2.puts),
-        "put_bytes_per_s": l2.put_rate.bytes_per_s,
-        "get_bytes_per_s": l2.get_rate.bytes_per_s,
-        "answer_us": l2.answer_us,
-        "errors": counters.l2_errors,
-        "timeouts": counters.l2_timeouts,
-        "refused": counters.l2_refused,
-        "corrupt": counters.corrupt,
+        Links.BREAKER: "open" if l2.breaker.open else "closed",
+        Links.BREAKER_OPEN: int(l2.breaker.open),
+        Links.OPENED: l2.breaker.opened,
+        Links.KNOWN: len(l2.presence),
+        Links.IN_FLIGHT: len(l2.calls),
+        Links.QUEUED: len(l2.wants) + len(l2.urgent) + len(l2.early) + len(l2.deletes) + len(l2.puts),
+        Links.PUT_RATE: l2.put_rate.bytes_per_s,
+        Links.GET_RATE: l2.get_rate.bytes_per_s,
+        Links.ANSWER_TIME: l2.answer_us,
+        Links.ERRORS: counters.l2_errors,
+        Links.TIMEOUTS: counters.l2_timeouts,
+        Links.REFUSED: counters.l2_refused,
+        Links.DAMAGED: counters.corrupt,
     }
 
 
-def _asked(state: State) -> dict[str, object]:
-    counters = state.counters
+def _of_peers(book: Book, counters: Counters) -> Counted:
     return {
-        "lookups": counters.lookups,
-        "hits_l1": counters.hits_l1,
-        "hits_l2": counters.hits_l2,
-        "misses": counters.lookups - counters.hits,
-        "hit_rate": round(counters.hit_rate, 4),
-        "loaded": counters.loaded,
-        "loads_late": counters.loads_late,
-        "absent": counters.l2_absent,
+        Links.PEERS_READABLE: len(book.peers),
+        Links.PEERS_OPEN: len(book.asks),
+        Links.PEERS_KNOWN: len(book.known),
+        Links.PEERS_ANSWER: book.answer_us,
+        Links.PEER_HITS: counters.hits_peer,
+        Links.PEER_GETS: counters.peer_gets,
+        Links.PEER_BYTES: counters.peer_bytes,
+        Links.PEER_ABSENT: counters.peer_absent,
+        Links.PEER_CORRUPT: counters.peer_corrupt,
+        Links.PEER_FAILURES: counters.peer_failures,
+        Links.PEER_LEASED: counters.peer_leased,
     }
 
 
-def _moved(state: State) -> dict[str, object]:
-    counters = state.counters
-    return {
-        "stored": counters.stored,
-        "no_room": counters.no_room,
-        "late_commits": counters.late_commits,
-        "expired_leases": counters.expired_leases,
-        "promotions": counters.promotions,
-        "l2_puts": counters.l2_puts,
-        "l2_gets": counters.l2_gets,
-    }
+def status(state: State, peers: Book | None = None) -> dict[str, object]:
+    """The status document."""
+    document = in_status(counted(state))
+    document.pop("peers")
+    document["tiers"]["l1"] |= {"arena": state.l1.arena.name, "generation": state.l1.arena.generation}
+    return document if peers is None else {**document, **in_status(_of_peers(peers, state.counters))}
 
 
 def metric_points(state: State) -> Metrics:
     """All metrics, for export."""
-    return [*_counters(state), *_gauges(state)]
+    return [*points(counted(state)), *_labelled(state)]
 
 
-def _counters(state: State) -> Iterator[MetricPoint]:
-    counters = state.counters
-    for name, value in (
-        ("lookup_keys", counters.lookups),
-        ("stored_keys", counters.stored),
-        ("loaded_keys", counters.loaded),
-        ("promoted_keys", counters.promotions),
-        ("no_room_keys", counters.no_room),
-        ("evicted_keys", state.l1.evictions),
-        ("corrupt_keys", counters.corrupt),
-    ):
-        yield MetricPoint(f"{OURS}.{name}", value, "{key}", is_counter=True)
+def _labelled(state: State) -> Iterator[MetricPoint]:
+    counters, l1, l2 = state.counters, state.l1, state.l2
     for tier, hits in (("l1", counters.hits_l1), ("l2", counters.hits_l2), ("peer", counters.hits_peer)):
-        yield MetricPoint(f"{OURS}.hit_keys", hits, "{key}", (("tier", tier),), is_counter=True)
+        yield Count.HIT_KEYS.point(hits, tier)
     failures = {"error": counters.l2_errors, "timeout": counters.l2_timeouts, "refused": counters.l2_refused}
     for how, calls in failures.items():
-        yield MetricPoint(f"{OURS}.l2.failures", calls, "{call}", (("how", how),), is_counter=True)
+        yield Count.FAILURES.point(calls, how)
     peers = {"read": counters.peer_gets, "leased": counters.peer_leased, "corrupt": counters.peer_corrupt}
     for what, keys in peers.items():
-        yield MetricPoint(f"{OURS}.peer.keys", keys, "{key}", (("what", what),), is_counter=True)
-    yield MetricPoint(f"{OURS}.peer.read", counters.peer_bytes, "By", is_counter=True)
-    yield MetricPoint(f"{OURS}.peer.failures", counters.peer_failures, "{call}", is_counter=True)
-    for name, count in (("loads_late", counters.loads_late), ("leases.expired", counters.expired_leases)):
-        yield MetricPoint(f"{OURS}.{name}", count, "1", is_counter=True)
-
-
-def _gauges(state: State) -> Iterator[MetricPoint]:
-    l1, l2 = state.l1, state.l2
+        yield Links.PEER_KEYS.point(keys, what)
     for kind, size in (
         ("capacity", l1.capacity_bytes),
         ("used", l1.used_bytes),
@@ -441,10 +412,7 @@ def _gauges(state: State) -> Iterator[MetricPoint]:
         ("written", writing_bytes(state)),
         ("quarantined", state.quarantined_bytes),
     ):
-        where: Attributes = (("state", kind),)
-        yield MetricPoint(f"{OURS}.l1.size", size, "By", where)
+        yield Count.SIZE.point(size, kind)
     if l2.enabled:
-        yield MetricPoint(f"{OURS}.l2.known_keys", len(l2.presence), "{key}")
-        yield MetricPoint(f"{OURS}.l2.breaker_open", int(l2.breaker.open), "1")
-        for to, rate in (("put", l2.put_rate.bytes_per_s), ("get", l2.get_rate.bytes_per_s)):
-            yield MetricPoint(f"{OURS}.l2.rate", rate, "By/s", (("direction", to),))
+        yield Links.RATE.point(l2.put_rate.bytes_per_s, "put")
+        yield Links.RATE.point(l2.get_rate.bytes_per_s, "get")

@@ -31,11 +31,12 @@ from shared.messages import Heartbeat
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import module_command, with_import_path
+from shared.telemetry.counters import SchedulerCounter
 
 UNTIL_IDLE = "--until-idle"  # the flag of `up`
 LAST_LINES = 10  # shown of a start that failed
 END_S = 60.0  # for a started fleet to end after SIGTERM; an idle one takes less than a second
-TOLD_S = 2.0  # of a wait without a word
+NOTICE_S = 2.0  # of a wait without a word
 _WORKERS = ("scheduler", "detokenizer")  # their loads change with every request
 
 Report = Callable[[str], None]
@@ -91,7 +92,7 @@ async def until_idle(bus: Bus, fleet: str, keep_alive_s: float, may_end: Callabl
             envelope = codec.decode(delivery.data)
             beat, source = envelope.message, envelope.source
             if isinstance(beat, Heartbeat) and beat.kind in _WORKERS:
-                if dict(beat.load).get("requests") or loads.get(source) != beat.load:
+                if SchedulerCounter.REQUESTS.loaded(beat.load) or loads.get(source) != beat.load:
                     used.set()
                 loads[source] = beat.load
 
@@ -107,7 +108,7 @@ async def until_idle(bus: Bus, fleet: str, keep_alive_s: float, may_end: Callabl
 
 
 def stop(path: Path, report: Report) -> list[RunState]:
-    """End every `up` of the fleet whose note is at `path`, and wait for their end; each TOLD_S of the wait is
+    """End every `up` of the fleet whose note is at `path`, and wait for their end; each NOTICE_S of the wait is
     reported. Raises SetupError if there is none."""
     notes = session.runs(path)
     if not notes:
@@ -124,13 +125,13 @@ def stop(path: Path, report: Report) -> list[RunState]:
             except PermissionError:
                 raise SetupError(f"the fleet {note.fleet} is another user's: process {note.pid}") from None
             handles[handle] = note
-        began_s, told_s = time.monotonic(), TOLD_S
+        began_s, notice_s = time.monotonic(), NOTICE_S
         while handles and (waited_s := time.monotonic() - began_s) < END_S:
-            if waited_s >= told_s:
+            if waited_s >= notice_s:
                 what = f"fleet {path.stem} drains: requests that run have the time of drain_timeout_s"
                 report(f"{what}; {waited_s:.0f} s so far")
-                told_s = waited_s + TOLD_S
-            for handle in select.select(handles, [], [], min(told_s, END_S) - waited_s)[0]:
+                notice_s = waited_s + NOTICE_S
+            for handle in select.select(handles, [], [], min(notice_s, END_S) - waited_s)[0]:
                 del handles[handle]
     for note in handles.values():
         raise SetupError(f"process {note.pid} has not ended within {END_S:g} s: it drains its requests")

@@ -102,12 +102,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from shared.processes import ensure_home
 
         ensure_home()
-        said, complaint, parser = io.StringIO(), io.StringIO(), _parser(args[0] if args else "")
+        printed, complaint, parser = io.StringIO(), io.StringIO(), _parser(args[0] if args else "")
         try:
-            with redirect_stdout(said), redirect_stderr(complaint):  # argparse ignores an error of its write
+            with (
+                redirect_stdout(printed),
+                redirect_stderr(complaint),
+            ):  # argparse ignores an error of its write
                 given = parser.parse_args(args)
         finally:
-            print(said.getvalue(), end="", flush=True)  # for --help, which exits
+            print(printed.getvalue(), end="", flush=True)  # for --help, which exits
             if wrong := complaint.getvalue().rstrip():
                 from services.launcher.commands.completion import proposal
 

@@ -128,8 +128,8 @@ class Watch:
     def unannounced(self, name: str, pid: int) -> HeartbeatNote | None:
         """The last heartbeat of a process that has ended, if the fleet has it and no goodbye after it."""
         note = read(self.path(name))
-        heard = note is not None and note.pid == pid and note.source != "-" and note.state not in _ENDED
-        return note if heard else None
+        is_living = note is not None and note.pid == pid and note.source != "-" and note.state not in _ENDED
+        return note if is_living else None
 
     def silent_s(self, name: str, pid: int) -> float:
         """Seconds for which this process has been hanging; 0 if it does not hang."""

@@ -276,8 +276,8 @@ class Joined:
 
 def is_fleet_answering(peers: Peers, models: Sequence[str]) -> bool:
     """True once a scheduler of each model has sent a heartbeat, and an executor if the scheduler has one."""
-    heard = {*models} <= {*peers.models("scheduler")}
-    return heard and all(peers.ready("executor", each) for each in models if peers.model_digest(each))
+    is_served = {*models} <= {*peers.models("scheduler")}
+    return is_served and all(peers.ready("executor", each) for each in models if peers.model_digest(each))
 
 
 def checked_fleet(peers: Peers, settings: Settings, models: Sequence[str], url: str) -> Joined:

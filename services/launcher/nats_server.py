@@ -264,18 +264,18 @@ class FullDisk:
 
     def __init__(self, folder: str, report: Callable[[str], None]) -> None:
         self._folder, self._report = folder, report
-        self._told = False
+        self._warned = False
 
     def has_space_again(self, health: bytes) -> bool:
         """True if the server with this answer of /healthz cannot write, although there is space."""
         if not self._folder or b"write error" not in health:
-            self._told = self._told and not health  # no answer: it starts
+            self._warned = self._warned and not health  # no answer: it starts
             return False
         if not (why := self._unwritable()):
             self._report("nats-server could not write durable requests, and there is space: it starts again")
             return True
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             self._report(why)
         return False
 

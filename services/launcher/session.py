@@ -57,12 +57,12 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
     from shared.vocab.files import served_names
 
     settings = loaded.settings
-    path, until_s, told = path_for(settings), time.monotonic() + settings.request_timeout_s, False
+    path, until_s, is_announced = path_for(settings), time.monotonic() + settings.request_timeout_s, False
     while (note := read(path)) is None and wait and not settings.nats_url and time.monotonic() < until_s:
         if all(run.ready for run in runs(path)):
             break
-        if not told:
-            told = True
+        if not is_announced:
+            is_announced = True
             print("the fleet starts: waiting for it", file=sys.stderr, flush=True)
         time.sleep(LOOK_S)
     note = note or next((run for run in runs(path) if run.nats_url), None)

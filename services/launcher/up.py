@@ -54,6 +54,7 @@ from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import UnixListener, bind, http_url, unix_url, usable_cores, with_import_path
+from shared.telemetry.counters import GatewayCounter
 from shared.telemetry.metrics import ScrapeTargets
 from shared.vocab.files import resolve, size_bytes
 
@@ -783,9 +784,8 @@ class Readiness:
         while True:
             for actor in self._peers.ready("gateway"):
                 peer = self._peers.get(f"gateway.{actor}")
-                load = dict(peer.heartbeat.load) if peer is not None else {}
-                if "http_port" in load:
-                    return load["http_port"]
+                if peer is not None and (port := GatewayCounter.PORT.loaded(peer.heartbeat.load)):
+                    return port
             await self._next_heartbeat(report, "gateway")
 
     async def dtype(self) -> str:

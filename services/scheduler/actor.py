@@ -32,6 +32,7 @@ from shared.messages import Cancel, ExecReset, Message, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
+from shared.telemetry.counters import lately
 from shared.telemetry.export import Tracer
 from shared.telemetry.readings import Metrics
 from shared.vocab.files import served_names
@@ -132,7 +133,7 @@ class SchedulerActor(Actor):
     def heartbeat_payload(self) -> HeartbeatPayload:
         state = self._core.state
         digest = load_shedding.expected_kind(state, self._model)
-        load, counts = status.load(state), status.counts(state)
+        load, counts = status.load(state), lately(status.counted(state))
         return HeartbeatPayload(model=self._model, load=load, counts=counts, model_digest=digest)
 
     @property

@@ -413,6 +413,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
 def _take_hits(state: State, offer: Offer, group: SequenceGroup) -> None:
     parent = group.sequences[0]
     fresh = parent.admitted_us == 0
+    prefix_cache.extend_keys(offer.executor, parent)
     found = prefix_cache.adopt(offer.executor, parent, offer.hits)
     if offer.tail is not None:
         prefix_cache.claim_tail(offer.executor, parent, offer.tail)

@@ -67,7 +67,7 @@ def on_request(
     group = SequenceGroup(request, list(request.sequences), request.sequences[0].seq)
     for sequence in request.sequences:
         sequence.group = group.number
-        state.watch(due_at_us(sequence), sequence.seq)
+        state.watch(sequence.due_us, sequence.seq)
     state.waiting.add(group, state.now_us)
     lookups.on_request(state, group)
     accept(state, source, tokenized)
@@ -98,7 +98,7 @@ def on_executors_changed(state: State) -> None:
             continue
         set_start_deadline(state, request)
         for sequence in request.sequences:
-            state.watch(due_at_us(sequence), sequence.seq)
+            state.watch(sequence.due_us, sequence.seq)
         if serves and request.unchecked:
             request.unchecked = False
             request.tokenized = tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
@@ -357,7 +357,7 @@ def expire(state: State) -> None:
         sequence = state.sequences.get(seq)
         if sequence is None:
             continue
-        if (at_us := due_at_us(sequence)) > state.now_us:
+        if (at_us := sequence.due_us) > state.now_us:
             state.watch(at_us, seq)
         elif not sequence.is_live and sequence.request.shard and state.now_us < sequence.request.deadline_us:
             send_close(state, sequence)  # its detokenizer lives, and may still miss messages
@@ -375,17 +375,6 @@ def expire(state: State) -> None:
         del state.tombstones[next(iter(state.tombstones))]
     while state.refused and (first := next(iter(state.refused.items())))[1][0] <= state.now_us:
         del state.refused[first[0]]
-
-
-def due_at_us(sequence: requests.Sequence) -> int:
-    """When a live sequence is overdue, or the wait for a closing one's Ended is over."""
-    request = sequence.request
-    late_us, silent_us = request.deadline_us, sequence.close_deadline_us
-    if sequence.is_live:
-        begun = any(s.admitted_us for s in request.sequences)
-        start_us = request.executor_deadline_us or request.start_deadline_us
-        return late_us if begun or not start_us else min(late_us, start_us)
-    return silent_us if request.shard else max(silent_us, late_us)  # no detokenizer has its Close yet
 
 
 def forget(state: State, sequence: requests.Sequence) -> None:
@@ -439,7 +428,7 @@ def send_close(state: State, sequence: requests.Sequence) -> None:
     """(Re)send the Close of a sequence to its shard, and wait for its Ended."""
     request = sequence.request
     sequence.close_deadline_us = state.now_us + state.limits.ended_within_us
-    state.watch(due_at_us(sequence), sequence.seq)
+    state.watch(sequence.due_us, sequence.seq)
     if request.shard and sequence.close is not None:
         state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)
 

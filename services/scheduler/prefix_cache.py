@@ -15,12 +15,14 @@ from shared.kv_blocks import extend, root_key, tail_key
 
 
 def extend_keys(executor: Executor, sequence: Sequence) -> None:
-    """Compute the keys of the sequence's full blocks for this executor's kind of KV."""
-    hello = executor.hello
+    """Compute the keys of the sequence's full blocks for this executor's kind of KV. Another executor may be
+    the last that was asked about it."""
+    hello, tokens = executor.hello, sequence.tokens
     root = root_key(hello.fingerprint, sequence.request.tokenized.tenant)
     if (root, hello.block_tokens) != sequence.keyed:
         sequence.keyed, sequence.keys = (root, hello.block_tokens), []
-    _key(sequence)
+    if len(sequence.keys) < len(tokens) // hello.block_tokens:
+        extend(sequence.keys, root, tokens, hello.block_tokens, len(tokens))
 
 
 def lookup(executor: Executor, sequence: Sequence) -> list[int]:
@@ -94,7 +96,7 @@ def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
     full = min(upto_tokens, len(sequence.tokens)) // executor.hello.block_tokens
     if full <= sequence.registered:
         return
-    _key(sequence)
+    extend_keys(executor, sequence)
     fresh = slice(sequence.registered, full)
     executor.pool.register(sequence.table[fresh], sequence.keys[fresh])
     sequence.registered = full
@@ -113,16 +115,10 @@ def register_tail(executor: Executor, sequence: Sequence) -> None:
         return
     if any(target == sequence.table[at] for _, target in executor.fork_copies):
         return  # no step has made the fork's copy yet
-    _key(sequence)
+    extend_keys(executor, sequence)
     key = executor.pool.key_of[sequence.table[at]]  # it has one if its last token is the sequence's last
     if key is None:
         before = sequence.keys[at - 1] if at else sequence.keyed[0]
         key = tail_key(before, sequence.tokens[at * block_tokens : computed])
         executor.pool.register_tail(sequence.table[at], key, valid)
     sequence.tail = Tail(at, valid, key, sequence.keyed[0])
-
-
-def _key(sequence: Sequence) -> None:
-    root, block_tokens = sequence.keyed
-    if len(sequence.keys) < len(sequence.tokens) // block_tokens:
-        extend(sequence.keys, root, sequence.tokens, block_tokens, len(sequence.tokens))

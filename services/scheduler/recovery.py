@@ -317,7 +317,7 @@ def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
             lifecycle.end(state, sequence, sequence.generated, reason)
         else:
             live.append(sequence)
-            state.watch(lifecycle.due_at_us(sequence), sequence.seq)
+            state.watch(sequence.due_us, sequence.seq)
             why = "its scheduler is gone; its tokens come from the detokenizer"
             sequence.record_decision(state.now_us, "resume", why, tokens=len(sequence.tokens))
     if live and not any(sequence.generated for sequence in request.sequences):

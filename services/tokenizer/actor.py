@@ -61,7 +61,8 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import Counted, TokenizerCounter, in_status, lately, points
+from shared.telemetry.readings import Metrics
 from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
@@ -183,29 +184,27 @@ class TokenizerActor(Actor):
             (membership.TOKENS, membership.vocabulary_number(self._model.vocabulary.tokens_digest)),
             (membership.AGE, self._mailbox.age_s),
         )
-        core = self._core
-        counts = {
-            "requests": core.requests,
-            "prompt_tokens": core.prompt_tokens,
-            "refused_503": core.unavailable,
-        }
+        counts = lately(self._counted)
         return HeartbeatPayload(model=self._name, aliases=self._model.aliases, load=load, counts=counts)
 
     @property
     def metrics(self) -> Metrics:
+        return points(self._counted)
+
+    @property
+    def _counted(self) -> Counted:
         core = self._core
-        return (
-            MetricPoint("headrace.tokenizer.pending", self._pending, "{request}"),
-            MetricPoint("headrace.tokenizer.copies", len(self._standby), "{request}"),
-            MetricPoint("headrace.tokenizer.taken_over", self._taken_over, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.requests", core.requests, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.failed", core.failed, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.unavailable", core.unavailable, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.prompt_tokens", core.prompt_tokens, "{token}", is_counter=True),
-        )
+        return {
+            TokenizerCounter.PENDING: self._pending,
+            TokenizerCounter.COPIES: len(self._standby),
+            TokenizerCounter.TAKEN_OVER: self._taken_over,
+            TokenizerCounter.REQUESTS: core.requests,
+            TokenizerCounter.FAILED: core.failed,
+            TokenizerCounter.UNAVAILABLE: core.unavailable,
+            TokenizerCounter.PROMPT_TOKENS: core.prompt_tokens,
+        }
 
     def status(self) -> dict[str, object]:
-        core = self._core
         return {
             "model": self._name,
             "context": self._context(),
@@ -213,14 +212,8 @@ class TokenizerActor(Actor):
             "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
             "calls": self._model.template.skills(with_tools=True).calls_are,
             "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
-            "pending": self._pending,
             "removed": self._aliases.removed if self._standing is not None else {},
-            "copies": len(self._standby),
-            "taken_over": self._taken_over,
-            "requests": core.requests,
-            "failed": core.failed,
-            "unavailable": core.unavailable,
-            "prompt_tokens": core.prompt_tokens,
+            **in_status(self._counted),
         }
 
     async def drain(self) -> None:

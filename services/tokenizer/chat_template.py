@@ -299,14 +299,14 @@ def fitted(
     turns = [_in_known_role(message, skills) for message in messages]
     turns = _with_calls(turns, skills)
     if tools is not None and skills.tools == template_probe.WRITTEN:
-        turns = _told(turns, told(tools, skills.form))
+        turns = _with_instructions(turns, instructions(tools, skills.form))
     elif tools is not None and skills.tools == template_probe.OF_SYSTEM:
         turns = _with_key(turns, json.dumps([tool["function"] for tool in tools], ensure_ascii=False))
     turns = _merged(_with_systems(turns, skills), skills)
     return [_shaped(turn, skills) for turn in turns]
 
 
-def told(tools: list[template_probe.Message], form: Format) -> str:
+def instructions(tools: list[template_probe.Message], form: Format) -> str:
     """The part of the system message about the tools."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
@@ -411,9 +411,9 @@ def _native(
     called = {**turn, "tool_calls": calls, "content": turn["content"] if text else none}
     if not text or skills.text_beside_calls:
         return [called]
-    said = {key: value for key, value in turn.items() if key != "tool_calls"}
+    without_calls = {key: value for key, value in turn.items() if key != "tool_calls"}
     return [
-        said,
+        without_calls,
         {key: value for key, value in called.items() if key != "reasoning_content"} | {"content": none},
     ]
 
@@ -482,7 +482,7 @@ class _Ids:
 # ---- system messages, and turns of one role ------------------------------------------------------
 
 
-def _told(turns: list[template_probe.Message], text: str) -> list[template_probe.Message]:
+def _with_instructions(turns: list[template_probe.Message], text: str) -> list[template_probe.Message]:
     """The conversation with `text` in its first system message."""
     if turns and turns[0]["role"] == "system":
         return [{**turns[0], "content": joined(turns[0]["content"]) + _BETWEEN + text}, *turns[1:]]
@@ -508,8 +508,8 @@ def _with_systems(
         elif at_start and fit and not skills.several_systems:
             fit[0] = _both(fit[0], turn)
         elif waiting:
-            told = {"role": "user", "content": _BETWEEN.join(waiting)}
-            fit += [_both(told, turn)] if turn["role"] == "user" else [told, turn]
+            answers = {"role": "user", "content": _BETWEEN.join(waiting)}
+            fit += [_both(answers, turn)] if turn["role"] == "user" else [answers, turn]
             waiting = []
         else:
             fit.append(turn)

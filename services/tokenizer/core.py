@@ -34,7 +34,7 @@ WAIT_US = 30_000_000  # after a death: a hung scheduler is replaced after 15 s, 
 GRACE_US = 2_000_000  # a scheduler may notice the loss of its executor a heartbeat before this tokenizer
 ASK_AGAIN_US = 250_000  # between attempts while no scheduler can serve
 RETRY_AFTER_MS = 1_000
-HEARS_US = 1_000_000  # after a cut or a stop: by then the waiting answers are read; one heartbeat
+CATCH_UP_US = 1_000_000  # after a cut or a stop: by then the waiting answers are read; one heartbeat
 # Unanswered requests of a tenant at schedulers. A scheduler takes some 350 us for each, before step results
 # and other tenants: 16 doubled the TTFT p99 of others in a flood on two cores. A burst of one tenant is
 # served at 0.9 of the speed of 4.
@@ -138,7 +138,7 @@ class TokenizerCore:
         self._pending: dict[Key, _Pending] = {}
         self._asked: Counter[str] = Counter()  # by tenant, unanswered for less than RESEND_US
         self._counted: deque[_Pending] = deque()  # the oldest first; some are not counted any more
-        self._hears_us = 0  # from then on all answers sent during a cut are read
+        self._caught_up_us = 0  # from then on all answers sent during a cut are read
         self._schedulers: tuple[str, ...] = ()
         self._loads = Loads({})
         self._patient_until_us = 0
@@ -265,15 +265,15 @@ class TokenizerCore:
 
     def _on_tick(self, now_us: int, cut_off: bool) -> list[Command]:
         """Send again, or give up. A tokenizer that is cut off or was stopped cannot judge the schedulers: its
-        time limits restart, and for HEARS_US afterwards a late request may have an unread answer."""
+        time limits restart, and for CATCH_UP_US afterwards a late request may have an unread answer."""
         commands: list[Command] = []
         if cut_off:
-            self._hears_us = now_us + HEARS_US
+            self._caught_up_us = now_us + CATCH_UP_US
         for key, pending in list(self._pending.items()):
             if cut_off:
                 pending.pending_us = now_us
             elif now_us - pending.received_us >= pending.tokenized.timeout_us:
-                if now_us >= self._hears_us:
+                if now_us >= self._caught_up_us:
                     commands += self._give_up(key, DeadlineExceeded(prepare.LATE))
             elif now_us >= self._patient_with(pending, now_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)

@@ -125,10 +125,10 @@ class Standby:
 
     def on_gone(self, source: str) -> None:
         """Another tokenizer has gone: its requests have no owner now."""
-        said_us = self._reported_us.pop(source, 0)
+        announced_us = self._reported_us.pop(source, 0)
         for pending in self._copies.values():
             if pending.owner == source:
-                pending.owner, pending.since_us = "", max(pending.since_us, said_us)
+                pending.owner, pending.since_us = "", max(pending.since_us, announced_us)
         for key in [key for key, claim in self._claims.items() if claim.owner == source]:
             del self._claims[key]
 
@@ -159,11 +159,11 @@ class Standby:
         late = []
         for key, pending in self._copies.items():
             unowned_us = min(newest_us, pending.since_us + UNOWNED_US - SILENT_US)
-            said_us = max(
+            announced_us = max(
                 pending.since_us, self._reported_us.get(pending.owner, 0) if pending.owner else unowned_us
             )
             rank = (place + key) % max(len(ids), 1)
-            if now_us - said_us >= SILENT_US + rank * TURN_US:
+            if now_us - announced_us >= SILENT_US + rank * TURN_US:
                 late.append(pending)
         for pending in late:
             self._drop(pending.key)

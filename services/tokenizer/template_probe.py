@@ -50,7 +50,7 @@ _IDS = {
     FUNCTION: (f"functions.{_NAME}:0", f"functions.{_SECOND}:1"),
 }
 _ASKED = {"role": "user", "content": "zqasked"}
-_SAID = {"role": "assistant", "content": "zqsaid"}
+_ANSWER = {"role": "assistant", "content": "zqsaid"}
 _SYSTEM = {"role": "system", "content": "zqsystem"}
 
 
@@ -221,13 +221,17 @@ class _Probe:
 
     def _answer(self, skills: TemplateSkills) -> str:
         """The rendered call, from where an answer begins."""
-        text, said = self._with_call(skills) or "", self._text([_ASKED, _SAID])
-        before = self._text([_ASKED], starts=True) if said is None else said.partition(_SAID["content"])[0]
+        text, answered_text = self._with_call(skills) or "", self._text([_ASKED, _ANSWER])
+        before = (
+            self._text([_ASKED], starts=True)
+            if answered_text is None
+            else answered_text.partition(_ANSWER["content"])[0]
+        )
         return text.removeprefix(_MARKER_BEGUN.sub("", common_start(before or "", text)))
 
     def results(self, skills: TemplateSkills) -> TemplateSkills:
         """Whether results of calls are shown; by a template without tools, under a role that it knows."""
-        asked = [_ASKED, self._called(skills) if skills.calls else _SAID]
+        asked = [_ASKED, self._called(skills) if skills.calls else _ANSWER]
         takes = self._is_role if self._tools_at == WRITTEN else self._has_text_after
         for name in ({}, {"name": _NAME}):
             result = {"role": "tool", "content": "zqresult", "tool_call_id": self._id(skills), **name}
@@ -243,10 +247,10 @@ class _Probe:
         """Which orders of messages are shown, which roles, and which lists of parts."""
         second = {"role": "system", "content": "zqlater"}
         given = {"role": "developer", "content": "zqgiven"}
-        answered = [_ASKED, _SAID, {**_ASKED, "content": "zqagain"}]
+        answered = [_ASKED, _ANSWER, {**_ASKED, "content": "zqagain"}]
         leading = [_SYSTEM] if skills.system else []
         late = [*leading, *answered[:2], second, *answered[2:]], [*leading, _ASKED, second]
-        again = [_ASKED, {**_ASKED, "content": "zqmore"}], [*answered[:2], {**_SAID, "content": "zqmore"}]
+        again = [_ASKED, {**_ASKED, "content": "zqmore"}], [*answered[:2], {**_ANSWER, "content": "zqmore"}]
         return replace(
             skills,
             several_systems=skills.system and self._has_texts(_SYSTEM, second, _ASKED),
@@ -256,23 +260,23 @@ class _Probe:
                 self._has_texts(*messages) for messages in ([*leading, given, _ASKED], [*answered[:2], given])
             ),
             functions=self._is_role(
-                [_ASKED, _SAID], {"role": "function", "content": "zqgiven", "name": _NAME}
+                [_ASKED, _ANSWER], {"role": "function", "content": "zqgiven", "name": _NAME}
             ),
             repeats=all(self._has_texts(*messages) for messages in again),
             parts=frozenset(role for role in _ROLES if self._has_parts(role, skills)) | skills.only_parts,
         )
 
     def _has_parts(self, role: str, skills: TemplateSkills) -> bool:
-        said: dict[str, list[Message]] = {
+        openings: dict[str, list[Message]] = {
             "system": [],
             "user": [],
             "assistant": [_ASKED],
-            "tool": [_ASKED, self._called(skills) if skills.calls else _SAID],
+            "tool": [_ASKED, self._called(skills) if skills.calls else _ANSWER],
         }
         parts = [{"type": "text", "text": word} for word in ("zqfirst", "zqlast")]
         more = {"tool_call_id": self._id(skills), "name": _NAME} if role == "tool" else {}
         after = [_ASKED] if role == "system" else []
-        text = self._text([*said[role], {"role": role, "content": parts, **more}, *after])
+        text = self._text([*openings[role], {"role": role, "content": parts, **more}, *after])
         return text is not None and "zqfirst" in text and "zqlast" in text and not _is_dumped(text, "text")
 
     def _has_text_after(self, before: list[Message], message: Message, after: Sequence[Message] = ()) -> bool:
@@ -299,7 +303,7 @@ class _Probe:
     def _is_call_shown(self, text: str, *words: str) -> bool:
         """Whether a call is in the prompt with these words, more often than without it (tools have names,
         too), and its arguments are neither Python nor encoded twice."""
-        without = self._text([_ASKED, _SAID]) or ""
+        without = self._text([_ASKED, _ANSWER]) or ""
         added = all(text.count(word) > without.count(word) for word in words)
         return added and '\\"zqcount' not in text and "'zqcount'" not in text
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shared.errors import SetupError
 from shared.messages import Heartbeat
+from shared.telemetry.counters import SchedulerCounter
 
 MISSED_HEARTBEATS = 3
 MIN_DETECTION_US = 5_000_000  # others allow at least so long for the detection of a death, on busy machines
@@ -189,8 +190,8 @@ class Peers:
         return max((dict(load).get(figure, 0) for load in ready), default=0)
 
     def _requests(self, scheduler: str) -> int:
-        figures = dict(self._peers[f"scheduler.{scheduler}"].heartbeat.load)
-        return figures.get("running", 0) + figures.get("waiting", 0)
+        load = self._peers[f"scheduler.{scheduler}"].heartbeat.load
+        return SchedulerCounter.RUNNING.loaded(load) + SchedulerCounter.WAITING_REQUESTS.loaded(load)
 
     def _in_state(self, state: str, kind: str, model: str) -> list[str]:
         heartbeats = (p.heartbeat for p in self._peers.values())

@@ -35,9 +35,10 @@ from shared.nats.interface import Bus, BusFault, Delivery
 from shared.processes import give_back_memory
 from shared.replies import to_json
 from shared.telemetry import readings
+from shared.telemetry.counters import RECENT, ProcessCounter
 from shared.telemetry.export import MeterSink, Tracer, meter_sink_from_env, tracer_from_env
-from shared.telemetry.metrics import scrape_point
-from shared.telemetry.readings import MetricPoint, Metrics, Recent, process_metrics
+from shared.telemetry.metrics import process_metrics, scrape_point
+from shared.telemetry.readings import Metrics, Recent
 
 log = logging.getLogger("headrace.actor")
 process_log = logging.getLogger("headrace.process")
@@ -238,8 +239,8 @@ class Runtime:
     def collect_metrics(self) -> Metrics:
         """The metrics of the runtime, the process and the actor."""
         own = (
-            MetricPoint("headrace.ready", int(self.state == "ready"), "1"),
-            MetricPoint("headrace.wire_errors", self.mailbox.wire_errors, "{message}", is_counter=True),
+            ProcessCounter.READY.point(int(self.state == "ready")),
+            ProcessCounter.WIRE_ERRORS.point(self.mailbox.wire_errors),
         )
         return (*own, *process_metrics(), *(self.actor.metrics if self._has_started else ()))
 
@@ -316,9 +317,9 @@ class Runtime:
                 "fleet": self.mailbox.fleet,
                 "host": self.host_id,
                 "state": self.state,
-                "age_s": self.mailbox.age_s,
-                "wire_errors": self.mailbox.wire_errors,
-                "last_10_s": self._recent.change(self.clock.now_us(), self._payload().counts),
+                ProcessCounter.AGE.status: self.mailbox.age_s,
+                ProcessCounter.WIRE_ERRORS.status: self.mailbox.wire_errors,
+                RECENT: self._recent.change(self.clock.now_us(), self._payload().counts),
             }
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
 

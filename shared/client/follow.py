@@ -191,12 +191,12 @@ class Patience:
     sign_s: float
     pause_s: float = FIRST_PAUSE_S
     _tries: int = 0
-    _heard: bool = False
+    _received: bool = False
     _durable: bool = False
 
     def frame_came(self, now_s: float) -> None:
         """A frame has come."""
-        self._heard, self.sign_s, self._tries, self.pause_s = True, now_s, 0, FIRST_PAUSE_S
+        self._received, self.sign_s, self._tries, self.pause_s = True, now_s, 0, FIRST_PAUSE_S
 
     def on_known(self, now_s: float) -> None:
         """A detokenizer has the request."""
@@ -213,7 +213,7 @@ class Patience:
         if self._durable:
             limit_s = UNKNOWN_S if unknown else LOST_S
         else:
-            limit_s = RESUME_S if self._heard else UNKNOWN_S if state else NO_KEEPER_S
+            limit_s = RESUME_S if self._received else UNKNOWN_S if state else NO_KEEPER_S
         return self._tries >= FEW_TRIES and now_s - self.sign_s >= limit_s
 
 

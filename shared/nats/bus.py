@@ -272,15 +272,15 @@ class NatsBus:
         return bus
 
     async def _open(self, url: str, name: str) -> None:
-        who = access.parse(url)
-        self.user, self._accounts, self._url, self._name = who.user, who.accounts, url, name
-        self._faults.addresses = len(who.servers)
-        if who.servers[0].startswith("ws"):
+        named = access.parse(url)
+        self.user, self._accounts, self._url, self._name = named.user, named.accounts, url, name
+        self._faults.addresses = len(named.servers)
+        if named.servers[0].startswith("ws"):
             vars(transport).update({name: import_module(name) for name in ("aiohttp", "multidict")})
         options: dict[str, Any] = {
-            "servers": list(who.servers),
-            "tls": who.tls(),
-            "inbox_prefix": who.inbox_prefix,
+            "servers": list(named.servers),
+            "tls": named.tls(),
+            "inbox_prefix": named.inbox_prefix,
             "name": name,
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": RECONNECT_WAIT_S,
@@ -483,9 +483,9 @@ def _why_not(url: str, error: BaseException, cause: str) -> str:
     """Why there is no connection, and what to do. `cause` is the last problem before a time limit."""
     where, user = access.shown(url), access.parse(url).user
     if isinstance(error, Refused):
-        who = f"user {user!r}" if user else "a connection without user and password"
+        named = f"user {user!r}" if user else "a connection without user and password"
         return (
-            f"the nats-server at {where} refuses {who} ({error}): put the URL that `headrace auth` made "
+            f"the nats-server at {where} refuses {named} ({error}): put the URL that `headrace auth` made "
             "for this service or tenant into nats_url, for example in --config FILE"
         )
     why = cause if isinstance(error, TimeoutError) else text(error)
@@ -513,7 +513,7 @@ class Faults:
     def __init__(self) -> None:
         self.handlers: list[interface.FaultHandler] = []
         self.cause = "end of connection"  # of the next "disconnected"
-        self.told = False  # why there is no first connection, by the server itself
+        self.by_server = False  # why there is no first connection, by the server itself
         self.opened = False  # since the first connection
         self.online = False
         self.silent = False
@@ -540,10 +540,10 @@ class Faults:
         elif _DENIED in words:
             self.report("refused" if _DENIED_READING in words else "permission", str(error))
         elif not self.opened and isinstance(error, _CLOSED_AT_ONCE):
-            if not self.told:  # its reset may overtake its words, or follow them in the next attempt
+            if not self.by_server:  # its reset may overtake its words, or follow them in the next attempt
                 self.cause = f"{text(error)}; {_PERHAPS_FULL}"
         elif not self.opened or isinstance(error, _CUTS):
-            self.cause, self.told = text(error), not isinstance(error, _CUTS)
+            self.cause, self.by_server = text(error), not isinstance(error, _CUTS)
         elif self.online:  # a failed attempt to reconnect follows "disconnected" anyway
             self.report("error", text(error))
 

@@ -325,7 +325,7 @@ class Puller:
         self._inbox = ""
         self._number = 0  # of the current pull
         self._came, self._most = 0, 0
-        self._heard = False
+        self._confirmed = False
         self._ended = asyncio.Event()
         self._subscription: Subscription
 
@@ -355,7 +355,7 @@ class Puller:
 
         The server answers for a message that it stores before its consumer knows of it: a pull of a consumer
         with `stored` messages waits for the first one, up to SEEN_US. Then another reader has them."""
-        self._number, self._came, self._most, self._heard = self._number + 1, 0, most, False
+        self._number, self._came, self._most, self._confirmed = self._number + 1, 0, most, False
         self._ended.clear()
         stored = self._stored[consumer]
         wait = {"expires": SEEN_US * 1_000} if stored > 0 else {}
@@ -368,7 +368,7 @@ class Puller:
         if not self._ended.is_set():  # what came late would be more than the next pull asks for
             await self._subscription.drain()
             await self._listen()
-        if not self._heard:
+        if not self._confirmed:
             return None
         self._stored[consumer] -= self._came or stored  # what was stored meanwhile has not been waited for
         if self._stored[consumer] <= 0:
@@ -380,13 +380,13 @@ class Puller:
         subject under which it was stored: the number of the pull is in that of a status."""
         status = delivery.headers.get("Status")
         if status is None and delivery.reply:
-            self._heard = True
+            self._confirmed = True
             self._came += 1
             self._deliver(delivery)
             ended = self._came >= self._most
         else:
             ended = delivery.subject == f"{self._inbox}.{self._number}"
-            self._heard |= ended and status in ("404", "408", "409")  # 503: no such consumer
+            self._confirmed |= ended and status in ("404", "408", "409")  # 503: no such consumer
         if ended:
             self._ended.set()
 

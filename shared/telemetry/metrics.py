@@ -15,37 +15,41 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 
 from shared.processes import bind, http_url
+from shared.telemetry.counters import ProcessCounter, SchedulerCounter, declared
 from shared.telemetry.otel import PROMETHEUS_HOST, PROMETHEUS_PORT, prometheus_address
 from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_OURS = "headrace.scheduler"
 _VLLM_NAMES = {  # its production metrics, https://docs.vllm.ai/en/stable/usage/metrics
-    "gen_ai.server.time_to_first_token": "time_to_first_token_seconds",
-    "gen_ai.server.time_per_output_token": "request_time_per_output_token_seconds",
-    "gen_ai.server.request.duration": "e2e_request_latency_seconds",
-    f"{_OURS}.inter_token.duration": "inter_token_latency_seconds",
-    f"{_OURS}.queue.duration": "request_queue_time_seconds",
-    f"{_OURS}.queue.requests": "num_requests_waiting",
-    f"{_OURS}.running": "num_requests_running",
-    f"{_OURS}.blocks_used": "kv_cache_usage_perc",
-    f"{_OURS}.preemptions": "num_preemptions_total",
-    f"{_OURS}.prefix.lookup_tokens": "prefix_cache_queries_total",
-    f"{_OURS}.prefix.hit_tokens": "prefix_cache_hits_total",
-    f"{_OURS}.generated_tokens": "generation_tokens_total",
+    each.metric: each.vllm for each in declared(SchedulerCounter) if each.vllm
 }
 _UNITS = {"s": "_seconds", "By": "_bytes", "By/s": "_bytes_per_second"}
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
+_STARTED_S = time.time()  # at import, so about the start of the process
 PATH = "/metrics"
 REQUEST_TIMEOUT_S = 10.0  # for one request and its answer
 MAX_HEAD_BYTES = 16_384
 MAX_CONNECTIONS = 16
+
+
+def process_metrics() -> Iterator[MetricPoint]:
+    """The resources of this process, under the names of Prometheus's client libraries: CPU time and start
+    everywhere, memory and open files on Linux."""
+    yield ProcessCounter.CPU.point(time.process_time())
+    yield ProcessCounter.START.point(_STARTED_S)
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        resident_pages = int(statm.read_text().split()[1])
+        yield ProcessCounter.MEMORY.point(resident_pages * os.sysconf("SC_PAGE_SIZE"))
+        yield ProcessCounter.FILES.point(len(os.listdir("/proc/self/fd")))
 
 
 def to_prometheus(readings: Metrics) -> bytes:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -18,8 +15,6 @@ Attributes = tuple[tuple[str, str], ...]
 
 WINDOW_US = 10_000_000
 SAMPLE_US = 900_000  # just less than a heartbeat interval of a second
-
-_STARTED_S = time.time()  # at import, so about the start of the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +86,3 @@ class Recent:
         since_us, before = self._samples[0]
         grown = {name: count - before.get(name, 0) for name, count in counts.items()}
         return {"seconds": round((now_us - since_us) / 1e6, 1), **grown}
-
-
-def process_metrics() -> Iterator[MetricPoint]:
-    """The resources of this process, under the names of Prometheus's client libraries: CPU time and start
-    everywhere, memory and open files on Linux."""
-    yield MetricPoint("process.cpu", time.process_time(), "s", is_counter=True)
-    yield MetricPoint("process.start_time", _STARTED_S, "s")
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        resident_pages = int(statm.read_text().split()[1])
-        yield MetricPoint("process.resident_memory", resident_pages * os.sysconf("SC_PAGE_SIZE"), "By")
-        yield MetricPoint("process.open_fds", len(os.listdir("/proc/self/fd")), "1")

@@ -19,7 +19,7 @@ import nats
 import pytest
 from compose.stack import KINDS, MODEL, ROOT, Stack, docker, healthy, inspect
 
-CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh says so
+CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh sets it
 SERVED = Counter(KINDS) + Counter(("tokenizer", "detokenizer"))  # how many of each there are
 WANTED = ("nats", "redis", *KINDS, "jaeger", "prometheus")
 WAIT_S = 300  # a guard against hanging
@@ -100,8 +100,8 @@ def test_the_readme_script_streams_on_this_machine(stack: Stack) -> None:
 
 def test_a_chat_over_nats_from_another_container(stack: Stack) -> None:
     config = ("--config", "/auth/tenants/public/headrace.toml")
-    said = stack.cli("chat", "-q", "What is the capital of France?", *config)
-    assert "Paris" in said
+    output = stack.cli("chat", "-q", "What is the capital of France?", *config)
+    assert "Paris" in output
     links = stack.cli("status").splitlines()[-3:]
     assert [link.split(": http://127.0.0.1:")[0] for link in links] == [
         "The page", "Jaeger (--profile traces)", "Grafana (--profile metrics)",
@@ -132,10 +132,10 @@ def test_json_by_a_schema(stack: Stack) -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
     )
     (choice,) = answer["choices"]
-    said = json.loads(choice["message"]["content"])
+    output = json.loads(choice["message"]["content"])
     assert choice["finish_reason"] == "stop"
-    assert said.keys() == {"city", "big"}
-    assert said["city"] in ("Oslo", "Lima")
+    assert output.keys() == {"city", "big"}
+    assert output["city"] in ("Oslo", "Lima")
 
 
 def test_no_service_was_refused_anything(stack: Stack) -> None:
@@ -167,10 +167,10 @@ async def texts(stack: Stack, models: Sequence[str], victim: str = "") -> list[s
     """The greedy answers to 24 prompts, of the models in turn, all at once over NATS. Each is asked once;
     after the first answer one container of `victim` is killed."""
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public", max_reconnect_attempts=-1)
-    told = False
+    announced = False
 
     async def one(number: int) -> str:
-        nonlocal told
+        nonlocal announced
         body = {
             "prompt": f"{number} ships and the sea",
             "max_tokens": 48,
@@ -180,8 +180,8 @@ async def texts(stack: Stack, models: Sequence[str], victim: str = "") -> list[s
         subject = f"headrace.v1.generate.public.{models[number % len(models)]}"
         reply = await nc.request(subject, json.dumps(body).encode(), timeout=WAIT_S)
         answer = json.loads(reply.data)
-        if not told:
-            told = True
+        if not announced:
+            announced = True
             if victim:
                 stack.kill(victim, 1)
         assert "error" not in answer, answer
@@ -237,7 +237,7 @@ async def test_prometheus_scrapes_every_container(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("victim", [*KINDS, "redis", "nats"])
-async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None:
+async def test_service_is_restarted_by_docker_when_its_process_dies(stack: Stack, victim: str) -> None:
     """What takes long is the start of two executors at once: see what is printed. Their kernels are compiled
     once, in the volume `kernels`."""
     before = {c: inspect(c, "{{.State.StartedAt}}") for c in stack.containers(victim)}
@@ -246,7 +246,7 @@ async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None
     stack.kill(victim)
     async with asyncio.timeout(WAIT_S):
         while not all(_came_back(c, started) for c, started in before.items()):
-            await asyncio.sleep(0.5)  # the engine tells nobody
+            await asyncio.sleep(0.5)  # the engine sends no message
     healthy_s = time.monotonic()
     await answered(stack, 4)
     load, _, _ = os.getloadavg()
@@ -257,7 +257,7 @@ async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None
     assert "compiling kernels" not in stack.compose("logs", "--since", seconds, victim)
 
 
-async def test_what_hangs_is_replaced(stack: Stack) -> None:
+async def test_service_is_replaced_when_it_hangs(stack: Stack) -> None:
     """All at once: their checks kill each, and the engine starts it again."""
     hung = (*KINDS, "nats")
     before = {c: inspect(c, "{{.State.StartedAt}}") for kind in hung for c in stack.containers(kind)}
@@ -286,7 +286,7 @@ def test_executors_see_the_arena_of_the_kv_offload_that_came_back(stack: Stack) 
 
 
 async def test_a_stop_drains(stack: Stack) -> None:
-    """What runs when every service is told to stop is finished and sent, and none has to be killed."""
+    """What runs when every service gets SIGTERM is finished and sent, and none has to be killed."""
     stopped = {kind: stack.containers(kind) for kind in KINDS}
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public")
     frames = await nc.subscribe(inbox := nc.new_inbox())

@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"
 KINDS = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "keeper")
 READY_S = 600  # far above what it takes: a guard against hanging
-DRAIN_S = 240  # likewise, and below what those who wait for a drain have
+DRAIN_S = 240  # likewise, and below the limit of a wait for a drain
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, of those that no connection is given by itself."""
+    """Ports of 127.0.0.1 without a listener, of those that no connection is given by itself."""
     candidates = random.sample(range(20_000, 32_000), 50 * count)
     return [port for port in candidates if _is_free(port)][:count]
 
@@ -89,7 +89,7 @@ class Stack:
         return self.compose(*cat, "/auth/tenants/public/api_key").strip()
 
     def status(self) -> list[dict[str, Any]]:
-        """What every service says of itself."""
+        """The status of every service."""
         return list(json.loads(self.cli("status", "--json"))["services"])
 
     def containers(self, service: str) -> list[str]:

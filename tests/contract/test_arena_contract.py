@@ -84,7 +84,9 @@ def test_another_process_reads_and_writes_by_offset(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_full_arena_says_so_and_a_discarded_range_is_room_again(arena: Arena, sealed: bool) -> None:
+def test_full_arena_refuses_a_reservation_and_a_discarded_range_is_free_again(
+    arena: Arena, sealed: bool
+) -> None:
     offsets = [arena.allocate(key(i), 16 * PAGE) for i in range(4)]
     assert arena.free_bytes() == 0
     assert arena.allocate(key(9), 1) is None

@@ -1,5 +1,5 @@
 """The load client against a server whose latencies are known, over both transports, on a virtual clock:
-what it reports is the truth to the microsecond, whatever is in flight.
+what it reports is the truth to the microsecond, with any number in flight.
 
 How near it is on a real clock, between processes, is measured by `python -m support.bench.truth`.
 """
@@ -112,8 +112,8 @@ def test_an_open_loop_reports_what_the_server_did(kind: str, in_flight: int, tmp
     )
 
 
-def test_under_overload_the_latencies_include_the_queue(kind: str, tmp_path: Path) -> None:
-    """Two slots of 200 ms serve 10 requests a second; 40 come. A client that waited for answers, or told
+def test_latencies_include_the_queue_under_overload(kind: str, tmp_path: Path) -> None:
+    """Two slots of 200 ms serve 10 requests a second; 40 come. A client that waited for answers, or counted
     from the sending alone, would report 100 ms."""
     latency = dataclasses.replace(LATENCY, slots=2)
     point = Point(request_rate=40, burstiness=math.inf)
@@ -145,7 +145,7 @@ def test_a_closed_loop_hides_the_overload_that_an_open_one_shows(kind: str, tmp_
     assert made["figures"]["max_ttft_ms"] == pytest.approx(100)
 
 
-def test_a_conversation_repeats_what_was_said(kind: str, tmp_path: Path) -> None:
+def test_conversation_repeats_earlier_messages_in_each_prompt(kind: str, tmp_path: Path) -> None:
     """Each prompt has the system text, every question and every answer before it."""
     chat = Shape(prompts=3, input_len=5, output_len=TOKENS, prefix_len=7, turns=3, think_s=0.5)
     asked = Asked(workload="chat", shape=chat)

@@ -14,7 +14,7 @@ Connect = Callable[[], Awaitable[Bus]]
 
 
 class Inbox:
-    """Collects deliveries and wakes who waits for a number of them."""
+    """Collects deliveries and wakes the waiter for a number of them."""
 
     def __init__(self) -> None:
         self.got: list[Delivery] = []
@@ -136,13 +136,13 @@ async def test_a_request_follows_what_was_published_before_it(connect: Connect, 
     assert (await asker.request(fleet, b"", timeout_us=5_000_000)).data == b"51"
 
 
-async def test_a_request_nobody_hears_fails_at_once(connect: Connect, fleet: str) -> None:
+async def test_request_fails_at_once_when_no_service_subscribes(connect: Connect, fleet: str) -> None:
     bus = await connect()
     with pytest.raises(NoResponders, match=f"nothing listens to {fleet}"):
         await bus.request(fleet, b"", timeout_us=60_000_000)
 
 
-async def test_a_request_nobody_answers_times_out(connect: Connect, fleet: str) -> None:
+async def test_request_times_out_when_no_service_answers(connect: Connect, fleet: str) -> None:
     bus = await connect()
     await bus.subscribe(fleet, Inbox())
     await bus.flush()
@@ -150,7 +150,7 @@ async def test_a_request_nobody_answers_times_out(connect: Connect, fleet: str) 
         await bus.request(fleet, b"", timeout_us=20_000)
 
 
-async def test_a_dead_reply_inbox_is_told_by_its_name(connect: Connect, fleet: str) -> None:
+async def test_dead_reply_inbox_is_named_in_the_error(connect: Connect, fleet: str) -> None:
     bus, gone, alive = await connect(), Inbox(), Inbox()
     await bus.subscribe(f"_R.{fleet}.*", gone)
     living, dead = bus.new_inbox(), bus.new_inbox()
@@ -159,10 +159,10 @@ async def test_a_dead_reply_inbox_is_told_by_its_name(connect: Connect, fleet: s
     await bus.flush()
     bus.publish(living, b"frame", reply=f"_R.{fleet}.one")
     bus.publish(dead, b"frame", reply=f"_R.{fleet}.two", headers={"Some": "header"})
-    (told,) = await gone.wait_for(1)
-    assert told.has_no_responders
-    assert told.subject == f"_R.{fleet}.two"
-    assert told.headers["Nats-Subject"] == dead
+    (fault,) = await gone.wait_for(1)
+    assert fault.has_no_responders
+    assert fault.subject == f"_R.{fleet}.two"
+    assert fault.headers["Nats-Subject"] == dead
     assert [(d.data, d.has_no_responders) for d in await alive.wait_for(1)] == [(b"frame", False)]
 
 
@@ -250,7 +250,9 @@ async def test_flush_is_a_barrier_for_subscriptions(connect: Connect, fleet: str
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["connection", "subscription"])
-async def test_what_drains_loses_nothing_of_its_group(connect: Connect, fleet: str, whole: bool) -> None:
+async def test_draining_subscriber_loses_no_message_of_its_group(
+    connect: Connect, fleet: str, whole: bool
+) -> None:
     sender, leaver, stayer = await connect(), await connect(), await connect()
     left, stayed = Inbox(), Inbox()
     leaves = await leaver.subscribe(fleet, left, queue="workers")

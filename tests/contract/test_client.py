@@ -167,14 +167,14 @@ async def test_an_error_keeps_its_parameter(connect: Connect, client: Client, fl
     assert caught.value.param == "temperature"
 
 
-async def test_nobody_serves_the_model(client: Client, fleet: str) -> None:
+async def test_client_gets_an_error_when_no_service_has_the_model(client: Client, fleet: str) -> None:
     with pytest.raises(
         Unavailable, match=f"no service answers for model '{fleet}': start one with `headrace up`"
     ):
         await client.complete({"model": fleet}, timeout_s=60)
 
 
-async def test_a_service_that_says_nothing_ends_in_a_timeout(
+async def test_client_times_out_when_a_service_is_silent(
     connect: Connect, client: Client, fleet: str
 ) -> None:
     service = await serve(connect, fleet, [])
@@ -193,8 +193,8 @@ async def test_leaving_a_stream_cancels_it(connect: Connect, client: Client, fle
 async def test_a_stream_that_a_cut_connection_has_ended(
     connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever runs it was told that nobody listens, and stopped: silence is then the end. What waits in a
-    queue has said nothing yet, and may."""
+    """The runner got "no responders" and stopped: silence is then the end. A request that waits in a
+    queue has sent no frame yet, and may."""
     monkeypatch.setattr(client_module, "RESUME_S", 0.05)
     bus = await connect()
     handlers: list[Any] = []
@@ -218,7 +218,8 @@ async def test_a_stream_that_a_cut_connection_has_ended(
 async def test_a_request_that_a_broker_took_along_is_sent_again(
     connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same one, to whoever answers then; at first nobody may. One that has brought something is not."""
+    """The same request goes to the service that answers then; at first none may. One with a frame is not
+    sent."""
     monkeypatch.setattr(client_module, "AGAIN_S", 0.05)
     bus, service = await connect(), await connect()
     handlers: list[Any] = []
@@ -238,7 +239,7 @@ async def test_a_request_that_a_broker_took_along_is_sent_again(
     await deaf.cancel()
     await service.flush()
     handlers[0](BusFault("reconnected", "back"))
-    await asyncio.sleep(0.08)  # sent again, and nobody listens
+    await asyncio.sleep(0.08)  # sent again, and no service listens
     assert not plain.done()
     again = list[Any]()
 
@@ -254,7 +255,7 @@ async def test_a_request_that_a_broker_took_along_is_sent_again(
 
 
 async def test_requests_for_a_model_are_sent_again_on_demand(connect: Connect, fleet: str) -> None:
-    """Of every tenant, but those alone that have no reply yet."""
+    """The requests of every tenant, and only the ones that have no reply yet."""
     client, service = await Client.open(await connect()), await connect()
     arrived = {model: list[Delivery]() for model in ("m", "other")}
     for model, list_ in arrived.items():
@@ -282,7 +283,7 @@ async def test_requests_for_a_model_are_sent_again_on_demand(connect: Connect, f
     await stream.aclose()
 
 
-async def test_where_nobody_comes_back_a_request_ends_after_some_times(
+async def test_request_ends_after_a_few_attempts_when_no_service_comes_back(
     connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "AGAIN_S", 0.01)
@@ -346,7 +347,7 @@ async def test_an_answer_that_is_not_json(connect: Connect, client: Client, flee
         await client.complete({"model": fleet})
 
 
-async def test_ask_all_collects_every_answer(connect: Connect, fleet: str) -> None:
+async def test_query_of_all_services_collects_every_answer(connect: Connect, fleet: str) -> None:
     asker = await connect()
     for name in (b'{"id":1}', b'{"id":2}'):
         bus = await connect()
@@ -358,7 +359,7 @@ async def test_ask_all_collects_every_answer(connect: Connect, fleet: str) -> No
     assert {"id": 2} in got
 
 
-async def test_ask_all_with_nobody_there(connect: Connect, fleet: str) -> None:
+async def test_query_of_all_services_is_empty_when_none_runs(connect: Connect, fleet: str) -> None:
     with pytest.raises(NoResponders, match="no service runs on this server"):
         await request_all(await connect(), fleet, wait_s=60)
 
@@ -378,7 +379,9 @@ for _ in range(100_000):
     ],
     ids=["prompt", "id", "model", "deep"],
 )
-async def test_what_cannot_be_written_is_refused_here(client: Client, body: dict[str, Any], why: str) -> None:
+async def test_client_refuses_a_request_that_it_cannot_encode(
+    client: Client, body: dict[str, Any], why: str
+) -> None:
     with pytest.raises(BadRequest, match=f"the request {why}: send flat values of whole characters"):
         await client.complete({"model": "m", **body}, timeout_s=5)
     assert client.waiting == 0

@@ -76,7 +76,7 @@ def test_the_example_names_variables_that_compose_reads() -> None:
     assert {name for name in read if re.search("_(MEMORY|CPUS)$", name)} <= named
 
 
-def test_with_tls_every_client_of_nats_has_the_certificates() -> None:
+def test_compose_gives_every_client_of_nats_the_certificates_with_tls() -> None:
     over = yaml.safe_load((ROOT / "docker" / "tls.yaml").read_text())["services"]
     clients = {
         name

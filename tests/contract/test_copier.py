@@ -36,7 +36,7 @@ def make(request: pytest.FixtureRequest, folder: Path) -> Make:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the arena that a GPU pins at a time: some blocks lie across two."""
+    """The bytes of the arena that a GPU pins at a time: some blocks lie across two."""
     monkeypatch.setattr(copiers, "PIN_BYTES", PIN_BYTES)
 
 
@@ -202,7 +202,7 @@ def test_a_piece_is_at_least_a_megabyte(make: Make) -> None:
     assert make().copier.piece_bytes >= 1 << 20
 
 
-def test_what_lies_across_two_pinned_pieces_is_copied_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_across_two_pinned_pieces_is_split_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copiers, "PIN_BYTES", 100)
     host, device = [0, 60, 90, 130], [1000, 2000, 3000, 4000]
     arena, blocks = [0, 60, 90, 130, 100], [1000, 2000, 3000, 4000, 3010]

@@ -70,13 +70,14 @@ def test_graphs_and_launches_one_by_one_agree(name: str, dtype: str, tmp_path: P
     maker.backend.warm_up()
     assert torch.equal(of(1), launched)
     wanted = reference_logprobs(KINDS[0], prompt)[[48, 49]]
-    # Of bf16 and fp8 only that it is the same model: how near it is, `headrace eval kl` measures.
+    # For bf16 and fp8 the test shows only that it is the same model: how near it is, `headrace eval kl`
+    # measures.
     near = {"f32": 1e-3, "bf16": 0.5}.get(dtype, 2.0)
     assert (launched.double().log_softmax(-1) - wanted).abs().max() < near
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_row_is_drawn_alike_beside_rows_that_ask_for_more(name: str, dtype: str, tmp_path: Path) -> None:
+def test_row_is_drawn_alike_beside_rows_with_more_options(name: str, dtype: str, tmp_path: Path) -> None:
     """A row with penalties is sampled by torch, one without by the kernel, also in one step."""
     maker = PlanMaker(engine(name, dtype, KINDS[0], tmp_path))
     hot = Sampling(temperature=1.5, top_p=0.9)

@@ -196,7 +196,7 @@ PASSES = [
 ]  # fmt: skip
 
 
-async def test_what_belongs_to_one_side_does_not_pass(pair: Pair, sides: tuple[Side, Side]) -> None:
+async def test_subjects_of_one_side_do_not_cross_the_link(pair: Pair, sides: tuple[Side, Side]) -> None:
     """Also for a reader of everything, which the servers know by another pattern than those denied."""
     centre, edge = sides
     for sender, reader in ((edge.bus, centre.bus), (centre.bus, edge.bus)):
@@ -397,7 +397,7 @@ async def test_forward_refuses_another_form(sides: tuple[Side, Side]) -> None:
         assert json.loads(answer.data)["error"]["code"] == 400
 
 
-async def test_an_edge_may_only_ask_a_centre_with_credentials_and_tls(tmp_path: Path) -> None:
+async def test_edge_reaches_a_centre_only_with_credentials_and_tls(tmp_path: Path) -> None:
     """What its own configuration denies, and what the centre does even if it denies nothing."""
     self_signed(tmp_path / "ca.pem", tmp_path / "key.pem")
     port, tls = free_port(), auth.tls_of(str(tmp_path / "ca.pem"), str(tmp_path / "key.pem"))

@@ -1,4 +1,4 @@
-"""Engines with weights: a sequence whose numbers are not finite ends alone, and leaves nothing behind."""
+"""Engines with weights: a sequence whose numbers are not finite ends alone, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[[], Backend]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The head is not tied to the embedding: else the token would spoil everybody's logits."""
+    """The head is not tied to the embedding: else the token would spoil the logits of all rows."""
     saved = save_tiny("llama", tmp_path_factory.mktemp("tiny"))
     (file,) = saved.glob("*.safetensors")
     tensors = load_file(file)
@@ -45,7 +45,7 @@ SAMPLINGS = [GREEDY, HOT, BIASED]
 
 
 def answer(make: Make, slot: int, steps: int) -> list[int]:
-    """What the slot's prompt is answered where nobody else is."""
+    """The answer to the slot's prompt where no other slot is open."""
     maker, prompt = PlanMaker(make()), PROMPTS[slot]
     maker.open(slot, prompt, SAMPLINGS[slot], seed=slot)
     first = maker.prefill({slot: len(prompt)}).ids[0]
@@ -81,7 +81,7 @@ def test_a_sequence_of_nans_ends_alone(make: Make, sampling: Sampling) -> None:
     assert found == wanted
 
 
-def test_what_a_sequence_of_nans_leaves_in_its_blocks_does_no_harm(make: Make) -> None:
+def test_nans_in_a_sequences_blocks_do_no_harm_to_later_sequences(make: Make) -> None:
     wanted = [answer(make, slot, 4) for slot in range(3)]
     maker = PlanMaker(make())
     maker.open(3, [ROTTEN] * 160)
@@ -93,7 +93,7 @@ def test_what_a_sequence_of_nans_leaves_in_its_blocks_does_no_harm(make: Make) -
     assert answers(maker, 4) == wanted
 
 
-def test_a_request_whose_wishes_overflow_ends_alone(make: Make) -> None:
+def test_request_whose_options_overflow_ends_alone(make: Make) -> None:
     wanted = [answer(make, slot, 4) for slot in range(3)]
     maker = PlanMaker(make())
     maker.open(3, CLEAN, WILD)

@@ -101,7 +101,7 @@ def test_the_least_recently_used_goes_first_and_never_a_leased_one() -> None:
     assert tier.arena.ranges[0] == [WRONG]
 
 
-def test_everybody_is_told_of_what_is_gone() -> None:
+def test_fake_tier_reports_lost_keys_to_every_scheduler() -> None:
     tier = FakeTier(1, SIZE)
     store(tier, 1, 0)
     tier.handle("s", reserve(2, 1), 0)
@@ -120,7 +120,7 @@ def test_an_expired_reservation_is_not_given_out() -> None:
     assert leased_jobs([tier]) == []
 
 
-def test_what_is_in_l2_comes_after_a_while() -> None:
+def test_fake_tier_finds_keys_of_l2_after_a_while() -> None:
     tier = FakeTier(2, SIZE, l2_us=300)
     store(tier, 1, 0, 1)
     tier.restart(2, 0)
@@ -223,7 +223,7 @@ STEPS = {7: ({1, 2, 3}, {3}, {0})}  # it names three blocks, writes one, and cop
         (copy(2, False, [0], [0]), "that step 7 copies"),
         (copy(2, False, [4], [0]), "in the table of slot 0"),
         (copy(2, True, [3], [0], after_step=6), "still to write"),
-        (copy(2, True, [1], [0], after_step=9), "that nobody planned"),
+        (copy(2, True, [1], [0], after_step=9), "that was never planned"),
         (copy(2, False, [6], [0]), "two copies of a block"),
         (copy(1, True, [5], [0]), "two copies of one job"),
     ],

@@ -170,13 +170,13 @@ async def test_a_running_request_is_read_to_its_end(client: Client, fleet: Fleet
     assert (client.waiting, fleet.left.empty()) == (0, True)
 
 
-async def test_a_silence_asks_for_the_rest(client: Client, fleet: Fleet) -> None:
+async def test_silence_makes_the_follower_attach_for_the_rest(client: Client, fleet: Fleet) -> None:
     fleet.script = [[accepted(), delta(1, 0, "ri")], [accepted(), delta(1, 2, "vér"), done(2)]]
     assert await read(client) == WHOLE
     assert fleet.asked == [NOTHING, has("ri")]
 
 
-async def test_a_missing_frame_asks_for_the_rest(client: Client, fleet: Fleet) -> None:
+async def test_missing_frame_makes_the_follower_attach_for_the_rest(client: Client, fleet: Fleet) -> None:
     fleet.script = [
         [accepted(), delta(1, 0, "ri"), delta(3, 3, "r"), done(4)],
         [accepted(), delta(1, 2, "vér"), done(2)],
@@ -185,7 +185,7 @@ async def test_a_missing_frame_asks_for_the_rest(client: Client, fleet: Fleet) -
     assert fleet.asked == [NOTHING, has("ri")]
 
 
-async def test_a_text_that_does_not_join_is_asked_for_again(client: Client, fleet: Fleet) -> None:
+async def test_text_that_does_not_join_makes_the_follower_attach_again(client: Client, fleet: Fleet) -> None:
     fleet.script = [
         [accepted(), delta(1, 0, "ri"), delta(2, 3, "r")], [accepted(), delta(1, 2, "vér"), done(2)],
     ]  # fmt: skip
@@ -236,7 +236,7 @@ async def test_another_reader_ends_this_one(client: Client, fleet: Fleet) -> Non
     assert len(fleet.asked) == 1
 
 
-async def test_its_own_next_attach_does_not(client: Client, fleet: Fleet) -> None:
+async def test_followers_own_next_attach_does_not_count_as_a_move(client: Client, fleet: Fleet) -> None:
     """The detokenizer reports `moved` in the inbox of the attach before."""
     frames = client.follow("r")
     fleet.script = [[accepted(), delta(1, 0, "ri")]]

@@ -156,7 +156,7 @@ def test_a_wrong_type_in_any_field_is_an_error(kind: str) -> None:
         (8, "abcd", "a column of 4-byte values is expected"),
     ],
 )
-def test_errors_say_what_is_wrong(index: int, value: object, text: str) -> None:
+def test_errors_name_the_flaw(index: int, value: object, text: str) -> None:
     row = row_of("Tokens")
     row[index] = value
     with pytest.raises(WireError, match=text):
@@ -173,7 +173,7 @@ def test_errors_say_what_is_wrong(index: int, value: object, text: str) -> None:
         ("SlotOpen", "sampling", 1, "Sampling needs 0 fields"),
     ],
 )
-def test_nested_errors_say_what_is_wrong(kind: str, field: str, value: object, text: str) -> None:
+def test_nested_errors_name_the_flaw(kind: str, field: str, value: object, text: str) -> None:
     row = row_of(kind)
     row[6 + [f.name for f in dataclasses.fields(SAMPLES[kind])].index(field)] = value
     with pytest.raises(WireError, match=text):
@@ -181,7 +181,7 @@ def test_nested_errors_say_what_is_wrong(kind: str, field: str, value: object, t
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgpack.packb({}), msgpack.packb([1, "Beat"]), b"\x90junk"])
-def test_what_is_no_envelope_is_an_error(data: bytes) -> None:
+def test_bytes_without_an_envelope_are_an_error(data: bytes) -> None:
     with pytest.raises(WireError):
         decode(data)
 
@@ -299,7 +299,7 @@ def test_long_options_and_long_prompts_fit_together(options: int, tokens: int) -
 @pytest.mark.parametrize("tokens", [0, 1, 11_999, 12_000, 12_001, 15_000, 40_000])
 @pytest.mark.parametrize("options", [0, 7_000, 9_000, 54_000])
 @pytest.mark.parametrize("kind", sorted(LONG))
-def test_bytes_of_any_length_are_those_of_the_parts(kind: str, options: int, tokens: int) -> None:
+def test_bytes_of_any_length_equal_the_parts(kind: str, options: int, tokens: int) -> None:
     text: dict[str, Any] = {"stop": ("g" * (options + 1),)} if kind == "Open" else {"grammar": "g" * options}
     message = dataclasses.replace(LONG[kind], tokens=ints(range(tokens)), **text)
     found = [decode(data) for data in codec.encode_all(Envelope("scheduler.s", 3, 70, message, "trace"))]

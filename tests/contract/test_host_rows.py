@@ -100,7 +100,7 @@ def halves(driven: Driven, names: tuple[str, ...], rounds: int) -> dict[int, lis
 
 
 @pytest.mark.parametrize("names", [("same",), ("same", "copy"), ("same", "slow")])
-def test_tokens_through_the_lane_are_those_without(
+def test_tokens_through_the_lane_equal_tokens_without_it(
     make: Make, drive: Callable[[Backend], Driven], names: tuple[str, ...]
 ) -> None:
     class Slow(Plugin):
@@ -218,9 +218,9 @@ def test_a_failing_processor_fails_its_row_alone(
         [0, 2, 0, 2],
         "",
     )
-    (_, said), (_, missing) = one.row_errors
+    (_, reason), (_, missing) = one.row_errors
     assert [row for row, _ in one.row_errors] == [1, 3]
-    assert why in said
+    assert why in reason
     assert "this executor has none of that name" in missing
     driven.put(later(0, 1), later(2, 1))
     assert list(driven.result().ids) == [wanted[0][1], wanted[2][1]]

@@ -70,7 +70,7 @@ async def test_a_subject_is_created_once_and_read_back(bus: NatsBus) -> None:
     assert await js.last("D", "d.a.2") is None
 
 
-async def test_the_leader_is_asked_for_what_a_replica_may_not_have_yet(bus: NatsBus) -> None:
+async def test_stream_leader_is_queried_for_messages_that_a_replica_may_lack(bus: NatsBus) -> None:
     js = await streams(bus)
     replicated = JetStream(bus, replicated=True)
     await js.create("w.1", b"\x00one")
@@ -123,7 +123,7 @@ async def test_a_full_stream_refuses_and_keeps_what_it_has(bus: NatsBus) -> None
     assert await js.last("D", "d.0") == b"x" * 300
 
 
-async def test_streams_whose_space_is_all_of_the_disk_are_made_once(server: NatsServer, bus: NatsBus) -> None:
+async def test_streams_that_fill_the_disk_are_created_once(server: NatsServer, bus: NatsBus) -> None:
     """The server would count their space a second time."""
     config = {**QUEUE, "max_bytes": 40 * 1024 * 1024}
     js = JetStream(bus)
@@ -193,7 +193,7 @@ async def test_a_pull_of_a_missing_consumer_is_noticed(bus: NatsBus) -> None:
     assert await puller.pull("W", "gone", 1) is None
 
 
-async def test_a_pull_waits_for_a_message_that_is_stored_and_that_its_consumer_does_not_know_yet(
+async def test_pull_waits_for_a_stored_message_that_its_consumer_has_not_seen_yet(
     bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     js, got, stored = await streams(bus), list[Delivery](), Counter(k=1)
@@ -257,7 +257,7 @@ def test_folders_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (folder / "store" / "jetstream").is_dir()
 
 
-async def test_without_jetstream_every_call_is_unavailable_with_the_reason(nats_server: NatsServer) -> None:
+async def test_calls_are_unavailable_with_the_reason_without_jetstream(nats_server: NatsServer) -> None:
     bus = await NatsBus.connect(nats_server.url, timeout_s=30)
     js = JetStream(bus)
     calls = (

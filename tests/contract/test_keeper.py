@@ -133,7 +133,7 @@ class World:
                 await self.came.wait()
 
     def ready(self, keeper: Runtime, *kinds: str) -> None:
-        """A keeper hears of a service of each of these kinds."""
+        """A keeper gets the heartbeat of a service of each of these kinds."""
         for kind in kinds:
             beat = Heartbeat(
                 kind=kind, actor=kind, host_id="h", state="ready", model="m", interval_us=60_000_000
@@ -141,7 +141,7 @@ class World:
             keeper.mailbox.peers.update(1, beat, keeper.clock.now_us())
 
     def scheduler(self, keeper: Runtime, digest: str) -> None:
-        """A keeper hears of executors with this digest."""
+        """A keeper gets heartbeats of executors with this digest."""
         beat = Heartbeat(
             kind="scheduler", actor="s", host_id="h", state="ready", model="m", model_digest=digest
         )
@@ -190,7 +190,7 @@ async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: 
 @pytest.mark.parametrize(
     ("before", "after", "changed"), [("aa", "bb", True), ("aa", "aa", False), ("aa", "", False)]
 )
-async def test_a_record_says_that_another_model_has_answered(
+async def test_record_names_the_other_model_that_answered(
     world: World, before: str, after: str, changed: bool
 ) -> None:
     first = await world.opened()
@@ -239,7 +239,7 @@ async def test_a_request_goes_on_after_its_checkpoint_which_then_goes(world: Wor
 KEEP = {"path": "/v1/responses", "response": {"metadata": {"a": "b"}}}
 
 
-async def test_what_http_needs_is_kept_and_not_sent(world: World) -> None:
+async def test_http_fields_are_kept_and_not_sent(world: World) -> None:
     await world.opened()
     await world.submit(keep=KEEP)
     await world.until(world.asked)
@@ -316,7 +316,7 @@ async def test_an_invalid_request_is_refused_before_it_is_stored(world: World) -
     assert world.asked == []
 
 
-async def test_a_name_that_is_too_long_is_told(world: World) -> None:
+async def test_overlong_name_is_an_error(world: World) -> None:
     await world.opened()
     submit, result = subjects.submit("public", "m" * 129), subjects.result("public", "r" * 129)
     for subject, param in ((submit, "model"), (result, "id")):
@@ -387,7 +387,7 @@ class SetClock(SystemClock):
 
 
 @pytest.mark.parametrize("days", [2, -2])
-async def test_a_keeper_whose_clock_is_set_fails_no_request_that_waits(world: World, days: int) -> None:
+async def test_keeper_fails_no_waiting_request_when_its_clock_is_set(world: World, days: int) -> None:
     """An edge device without a battery clock does that when its link comes."""
     keeper = await world.opened()
     world.ready(keeper, *NEEDED)
@@ -402,14 +402,14 @@ async def test_a_keeper_whose_clock_is_set_fails_no_request_that_waits(world: Wo
     assert {each["status"] for each in world.news} == {"completed"}
 
 
-async def test_without_an_executor_one_request_is_tried_and_the_others_follow_when_it_is_there(
+async def test_keeper_tries_one_request_without_an_executor_and_the_others_once_it_is_there(
     world: World,
 ) -> None:
     keeper = await world.opened()
     world.ready(keeper, *NEEDED[:2], NEEDED[3])
     world.outcomes = [Unavailable("no executor")]
     await world.submit()
-    core = keeper.actor._core  # type: ignore[attr-defined]  # no message says so
+    core = keeper.actor._core  # type: ignore[attr-defined]  # no message has it
     async with asyncio.timeout(60):
         while not core.held_models:
             await asyncio.sleep(0.01)
@@ -426,7 +426,7 @@ async def test_without_an_executor_one_request_is_tried_and_the_others_follow_wh
     assert {asked["id"] for asked in world.news} == {"r", *names}
 
 
-async def test_one_that_waits_is_cancelled_and_never_asked_for(
+async def test_waiting_request_is_cancelled_and_never_submitted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.keeper.core.WINDOW", 1)
@@ -457,7 +457,7 @@ async def test_one_that_waits_is_cancelled_and_never_asked_for(
 
 
 async def test_a_deleted_request_is_gone_and_never_computed_again(world: World) -> None:
-    """Of its tenant alone; one that runs is cancelled, and its late answer changes nothing."""
+    """Only requests of its tenant; one that runs is cancelled, and its late answer changes nothing."""
     keeper = await world.opened()
     world.outcomes = [None]
     await world.submit(request_id="ended")
@@ -548,14 +548,14 @@ async def test_another_reader_of_the_work_queue_is_named_and_nothing_is_accepted
     await world.submit(request_id="before")
     await world.until(world.asked)
     work = {"name": subjects.WORK_STREAM}
-    part = [{**work, "filter_subject": subjects.work_of("nobody")}]
+    part = [{**work, "filter_subject": subjects.work_of("absent")}]
     config: dict[str, dict[str, Any]] = {
         "mirror": {"mirror": work},
         "sources": {"sources": [work]},
         "filtered": {"sources": part},
     }
     if kind == "consumer":
-        mine = {"ack_policy": "explicit", "filter_subject": subjects.work_of("nobody")}
+        mine = {"ack_policy": "explicit", "filter_subject": subjects.work_of("absent")}
         await streams.make_consumer(subjects.WORK_STREAM, "mine", mine)
     else:
         await streams.make_stream("BACKUP", {"storage": "file", **config[kind]})
@@ -695,7 +695,7 @@ def actor_of(keeper: Runtime) -> KeeperActor:
 async def test_a_stream_that_is_removed_is_made_again(
     world: World, monkeypatch: pytest.MonkeyPatch, stream: str
 ) -> None:
-    """Without a restart of the keeper; the error names the stream, and the status says it."""
+    """Without a restart of the keeper; the error names the stream, and the status shows it."""
     monkeypatch.setitem(object_store.STREAM, "max_bytes", 67_108_864)
     keeper = await world.opened()
     world.ready(keeper, *NEEDED)
@@ -741,7 +741,7 @@ async def test_a_consumer_that_is_removed_is_made_again(world: World) -> None:
     await world.until(world.news, 2)
 
 
-async def test_without_jetstream_a_keeper_refuses_with_the_reason_and_lives_on(
+async def test_keeper_refuses_with_the_reason_and_lives_on_without_jetstream(
     nats_server: NatsServer,
 ) -> None:
     world = World(nats_server)

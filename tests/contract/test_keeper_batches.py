@@ -160,7 +160,7 @@ async def test_files_and_batches_are_their_tenants_own(world: World) -> None:
     assert [each["id"] for each in (await world.batch("list"))["data"]] == [batch]
 
 
-async def test_lines_for_an_alias_go_to_its_models_and_their_answers_say_which(world: World) -> None:
+async def test_lines_for_an_alias_go_to_its_models_and_their_answers_name_the_model(world: World) -> None:
     await world.keeper()
     await world.bus.subscribe("headrace.v1.generate.*.n", world._generate)
     alias = Alias("chat", 1, (("m", 1), ("n", 1)))
@@ -222,7 +222,7 @@ async def test_a_store_that_is_half_full_takes_no_upload(
     assert len((await world.files().request("list", {}))["data"]) == 1
 
 
-async def test_what_a_dead_uploader_has_left_goes(world: World) -> None:
+async def test_upload_of_a_dead_client_is_removed(world: World) -> None:
     await world.keeper()
     await world.upload(b"whole")
     store = ObjectStore(JetStream(world.bus))

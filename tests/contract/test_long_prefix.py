@@ -1,4 +1,4 @@
-"""A short chunk behind a long prefix, beside a decode, on every engine that computes: the model's own logits.
+"""A short chunk after a long prefix, beside a decode, on every engine that computes: the model's own logits.
 
 On a GPU several programs walk the prefix of such a chunk, launched one by one or by a graph.
 """
@@ -43,7 +43,9 @@ def engine(name: str, dtype: str, kind: str, folder: Path) -> Backend:
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_short_chunk_behind_a_long_prefix(name: str, dtype: str, kind: str, tmp_path: Path) -> None:
+def test_short_chunk_after_a_long_prefix_equals_the_reference(
+    name: str, dtype: str, kind: str, tmp_path: Path
+) -> None:
     maker = PlanMaker(engine(name, dtype, kind, tmp_path))
     draw = random.Random(9)
     long, short = draw.choices(range(VOCAB), k=LONG), draw.choices(range(VOCAB), k=SHORT)

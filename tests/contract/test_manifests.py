@@ -78,7 +78,7 @@ def test_no_required_field_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(taken) > 20
 
 
-def test_custom_resources_are_those_that_were_checked() -> None:
+def test_custom_resources_equal_the_checked_definitions() -> None:
     """After a change run scripts/check_custom_resources.py again, with the definitions."""
     checked = (FOLDER / "custom_resources.txt").read_text().splitlines()
     assert all(": valid (" in line for line in checked)
@@ -150,7 +150,7 @@ def test_the_images_are_targets_of_the_dockerfile() -> None:
     assert needed <= targets
 
 
-# ---- who may connect to whom --------------------------------------------------------------------
+# ---- which service may connect to which --------------------------------------------------------------------
 
 
 def test_network_policies_are_made_from_the_permissions() -> None:

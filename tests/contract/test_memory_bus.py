@@ -76,7 +76,7 @@ async def test_a_failing_handler_does_not_stop_the_others() -> None:
     assert [str(e) for e in errors] == ["handler"]
 
 
-async def test_a_request_leaves_no_subscription_behind() -> None:
+async def test_request_leaves_no_subscription() -> None:
     broker = MemoryBroker()
     bus, server = broker.connect(), broker.connect()
     await server.subscribe("echo", lambda d: server.publish(d.reply, d.data))
@@ -86,12 +86,12 @@ async def test_a_request_leaves_no_subscription_behind() -> None:
     assert bus._mine == []
 
 
-async def test_faults_are_reported_to_who_asked() -> None:
-    bus, told = MemoryBroker().connect(), []
-    bus.on_fault(told.append)
+async def test_faults_are_reported_to_the_caller() -> None:
+    bus, reported = MemoryBroker().connect(), []
+    bus.on_fault(reported.append)
     fault = BusFault("overflow", "t.a")
     bus.report(fault)
-    assert told == [fault]
+    assert reported == [fault]
     assert bus.backlog_bytes == 0
 
 

@@ -27,7 +27,7 @@ from shared.replies import to_json
 
 
 class Faults:
-    """Collects faults and wakes who waits for a kind."""
+    """Collects faults and wakes the waiter for a kind."""
 
     def __init__(self) -> None:
         self.got: list[BusFault] = []
@@ -147,7 +147,7 @@ async def test_a_server_that_is_not_there_is_a_setup_error() -> None:
         await NatsBus.connect(probe.url, timeout_s=0.2)
 
 
-async def test_a_server_that_resets_each_connection_is_told_from_one_that_is_not_there() -> None:
+async def test_server_that_resets_each_connection_is_distinguished_from_an_absent_one() -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"max_payload": 1048576}\r\n')
         await reader.readline()
@@ -218,7 +218,7 @@ async def test_the_reader_outlives_a_flush_that_was_cancelled(nats_server: NatsS
     bus = await NatsBus.connect(nats_server.url, timeout_s=30)
     came = asyncio.Event()
     await bus.subscribe(fleet, lambda delivery: came.set())
-    for turns in range(8):  # whatever it waits for
+    for turns in range(8):  # for any of its waits
         flushing = asyncio.create_task(bus.flush())
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -347,7 +347,7 @@ async def test_a_websocket_url_works_too() -> None:
 async def test_a_limit_of_messages_that_a_reload_lowers_refuses_the_request_and_ends_no_service(
     own_server: list[NatsServer],
 ) -> None:
-    """The server says nothing of the new limit, and cuts the connection of the next message above it."""
+    """The server announces no new limit, and cuts the connection of the next message above it."""
     (server,) = own_server
     faults = Faults()
     client = await Client.open(await NatsBus.connect(server.url, timeout_s=20, on_fault=faults))

@@ -55,7 +55,7 @@ async def content_of(store: ObjectStore, tenant: str = "a") -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 20 * CHUNK_BYTES + 77])
-async def test_what_is_written_is_read_back(store: ObjectStore, size: int) -> None:
+async def test_written_file_is_read_back(store: ObjectStore, size: int) -> None:
     content = Random(size).randbytes(size)
     meta = await written(store, content, filename="x.jsonl")
     assert (meta["bytes"], meta["chunks"]) == (size, -(-size // CHUNK_BYTES))
@@ -76,7 +76,7 @@ async def test_files_are_their_tenants_own(store: ObjectStore) -> None:
         await store.keep_file("a", {"id": FILE}, 60)
 
 
-async def test_nothing_is_left_of_a_deleted_or_failed_file(store: ObjectStore) -> None:
+async def test_deleted_or_failed_file_leaves_nothing(store: ObjectStore) -> None:
     await written(store, b"x" * 3 * CHUNK_BYTES)
     meta = await store.meta("a", FILE)
     await store.delete("a", FILE)

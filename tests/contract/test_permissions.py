@@ -186,7 +186,7 @@ async def test_a_stream_may_be_silent_for_longer_than_an_answer_may_take(
         server.stop()
 
 
-async def test_a_reply_reaches_the_tenant_that_asked_and_no_other(server: NatsServer, users: Path) -> None:
+async def test_reply_reaches_the_requesting_tenant_and_no_other(server: NatsServer, users: Path) -> None:
     async with (
         client(server, users, "detokenizer") as (detokenizer, _),
         client(server, users, "acme") as (acme, _),
@@ -218,7 +218,9 @@ SENDS = {
 
 
 @pytest.mark.parametrize("kind", SERVICES)
-async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsServer, users: Path) -> None:
+async def test_service_writes_only_to_the_services_it_works_with(
+    kind: str, server: NatsServer, users: Path
+) -> None:
     async with client(server, users, kind) as (nc, refused):
         boxes = [k for k in SERVICES if await may_write(nc, refused, f"hr.{FLEET}.{k}.a1.in.X")]
         assert set(boxes) == SENDS[kind]
@@ -253,17 +255,17 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
 NOTE = HeartbeatNote(1, 1, "ready", 1.0, 0.0, "executor.e", 5)
 
 
-@pytest.mark.parametrize(("name", "heard"), [("executor", 1), ("scheduler", 0), ("acme", 0)])
+@pytest.mark.parametrize(("name", "received"), [("executor", 1), ("scheduler", 0), ("acme", 0)])
 async def test_a_death_is_announced_with_the_login_of_its_kind_alone(
-    name: str, heard: int, server: NatsServer, users: Path
+    name: str, received: int, server: NatsServer, users: Path
 ) -> None:
     async with client(server, users, "scheduler") as (scheduler, _):
         notices = await scheduler.subscribe(subjects.heartbeat_all(FLEET))
         await scheduler.flush()
         await announce_death(auth.url_of(users, name, server.url), load().settings, NOTE)
         await scheduler.flush()
-        assert notices.pending_msgs == heard
-        if heard:
+        assert notices.pending_msgs == received
+        if received:
             envelope = codec.decode((await notices.next_msg(30)).data)
             last = Heartbeat(kind="executor", actor="e", host_id=load().settings.host_id, state="failed")
             assert envelope == Envelope("executor.e", 5, 0, last)
@@ -341,7 +343,7 @@ async def test_stored_requests_move_with_the_services_into_their_account(tmp_pat
     assert await last() == b"kept"
 
 
-async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users: Path) -> None:
+async def test_service_answers_each_requester_once(server: NatsServer, users: Path) -> None:
     async with (
         client(server, users, "executor") as (executor, refused),
         client(server, users, "operator") as (operator, forbidden),
@@ -357,7 +359,7 @@ async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users:
         assert (await answers.next_msg(30)).data == b"x"
 
 
-async def test_a_gateway_hears_each_tenants_answers_on_a_connection_of_its_own(
+async def test_gateway_receives_each_tenants_answers_on_a_connection_of_its_own(
     server: NatsServer, users: Path
 ) -> None:
     main = await NatsBus.connect(auth.url_of(users, "gateway", server.url), timeout_s=30)
@@ -385,18 +387,18 @@ async def test_a_gateway_hears_each_tenants_answers_on_a_connection_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("url", "who"),
+    ("url", "login"),
     [
         ("nats://acme:wrong@", "user 'acme'"),
         ("nats://nobody:x@", "user 'nobody'"),
         ("nats://", "a connection without user and password"),
     ],
 )
-async def test_wrong_credentials_are_an_error_at_once(server: NatsServer, url: str, who: str) -> None:
+async def test_wrong_credentials_are_an_error_at_once(server: NatsServer, url: str, login: str) -> None:
     address = server.url.removeprefix("nats://")
     with pytest.raises(SetupError) as caught:  # without a time limit, as a service connects
         await asyncio.wait_for(NatsBus.connect(f"{url}{address}"), 10)
-    assert f"the nats-server at nats://{address} refuses {who}" in caught.value.message
+    assert f"the nats-server at nats://{address} refuses {login}" in caught.value.message
     assert "`headrace auth`" in caught.value.message
     assert "wrong" not in caught.value.message
 

@@ -34,7 +34,7 @@ def test_the_draw_reaches_every_kind_of_error_and_many_answers(
     errors = " ".join(row["errors"][0] for row in rows if row["errors"])
     for kind in (
         "logits of this sequence are not finite", "its penalties and logit_bias", "its sampling is not",
-        "prompt: the weights have", "logit_bias: the weights have", "grammar: ", "processor nobody",
+        "prompt: the weights have", "logit_bias: the weights have", "grammar: ", "processor absent",
     ):  # fmt: skip
         assert kind in errors
     answered = [row["asked"] for row in rows if not row["errors"]]

@@ -129,7 +129,7 @@ def test_many_values_are_each_their_own(remote: Remote) -> None:
         assert got(remote, i) == data(i)
 
 
-def test_after_close_the_next_call_connects_anew_or_finds_nothing(remote: Remote) -> None:
+def test_call_after_close_connects_anew_or_finds_nothing(remote: Remote) -> None:
     put(remote, 11, data(11))
     remote.close()
     assert got(remote, 11) in (data(11), None)
@@ -152,7 +152,7 @@ def test_the_password_is_not_in_the_error() -> None:
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1", "::1"])
-def test_a_refused_login_is_said_as_such(bind: str) -> None:
+def test_refused_login_is_an_error_that_names_it(bind: str) -> None:
     with RedisProcess(bind=bind, requirepass="right") as server:
         for login in ("", ":wrong@", "user:wrong@", "user:right@"):
             refused = open_remote(server.url.replace("//", f"//{login}"), DEADLINE_S)

@@ -128,7 +128,7 @@ def test_a_server_without_a_free_connection_is_not_a_wrong_password() -> None:
 
 @pytest.mark.parametrize("value", [b"", b"x", b"not ours", DATA[:-1], DATA + b"x"])
 def test_a_value_of_another_length_is_damaged_at_once(redis: RedisProcess, value: bytes) -> None:
-    """Also one shorter than the line that says how long it is. A wait would run into the time limit."""
+    """Also one shorter than the line with its length. A wait would run into the time limit."""
     remote = open_remote(redis.url, 600.0)
     remote.put("aa", memoryview(DATA))
     with Redis(port=redis.port) as other:
@@ -145,7 +145,7 @@ def test_a_value_of_another_length_is_damaged_at_once(redis: RedisProcess, value
     remote.close()
 
 
-def test_nobody_there_is_an_error_at_once() -> None:
+def test_absent_server_is_an_error_at_once() -> None:
     remote = open_remote(f"redis://127.0.0.1:{free_port()}", 60.0)
     with pytest.raises(RemoteError, match="Is it running"):
         remote.put("aa", memoryview(DATA))

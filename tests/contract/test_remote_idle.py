@@ -33,7 +33,7 @@ class Balancer:
         self.port = self._listener.getsockname()[1]
         self._open: list[tuple[socket.socket, socket.socket]] = []
         self._silent: set[socket.socket] = set()
-        self._wake, self._told = socket.socketpair()
+        self._wake, self._waker = socket.socketpair()
         self._ended = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -49,17 +49,17 @@ class Balancer:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             client.close()
             server.close()
-        self._told.send(b"x")
+        self._waker.send(b"x")
         return len(pairs)
 
     def close(self) -> None:
         self._ended = True
-        self._told.send(b"x")
+        self._waker.send(b"x")
         self._thread.join()
         for each in (*[s for pair in self._open for s in pair], *self._silent, self._listener):
             each.close()
         self._wake.close()
-        self._told.close()
+        self._waker.close()
 
     def _run(self) -> None:
         while not self._ended:

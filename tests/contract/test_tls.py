@@ -1,4 +1,4 @@
-"""A nats-server that speaks TLS alone, with a certificate of nobody the system knows."""
+"""A nats-server with TLS alone, and a certificate that the system does not trust."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_message_over_tls(secure: tuple[Path, str]) -> None:
     await bus.drain()
 
 
-async def test_a_server_that_nobody_vouches_for_is_an_error_at_once(secure: tuple[Path, str]) -> None:
+async def test_server_with_an_untrusted_certificate_is_an_error_at_once(secure: tuple[Path, str]) -> None:
     folder, address = secure
     with pytest.raises(SetupError, match="CERTIFICATE_VERIFY_FAILED"):
         await asyncio.wait_for(NatsBus.connect(auth.url_of(folder, "public", address)), 10)

@@ -199,7 +199,7 @@ async def test_a_url_that_is_not_listed_is_refused_before_anything_is_stored(wor
         await world.submit("second")
 
 
-async def test_without_the_setting_there_is_no_stream_and_a_webhook_is_refused(world: World) -> None:
+async def test_webhook_is_refused_and_the_stream_is_absent_without_the_setting(world: World) -> None:
     await world.keeper("")
     await world.submit(webhook=None)
     with pytest.raises(BadRequest, match="this fleet calls none"):
@@ -418,7 +418,7 @@ async def test_a_receiver_that_is_down_fills_no_stream_for_others(
     assert keeper.actor.status()["webhooks_dropped"] == {world.receiver.origin: dropped}
 
 
-async def test_shares_of_the_stream_are_of_those_whose_events_wait(
+async def test_shares_of_the_stream_count_only_tenants_with_waiting_events(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of those whose events were delivered; and whichever keeper stored the events that wait."""

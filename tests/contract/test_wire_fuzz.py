@@ -1,4 +1,4 @@
-"""Bytes that nobody should send: whatever they are, they become a message that keeps its promises, or a
+"""Bytes that no service should send: any bytes become a message that keeps its promises, or a
 WireError, and no more memory than the bytes themselves deserve."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ value = st.recursive(leaf, lambda inner: st.lists(inner, max_size=6), max_leaves
 
 
 def survives(data: bytes) -> Message | None:
-    """Decode; what comes out can be sent again and says the same."""
+    """Decode; what comes out can be sent again and decodes to the same."""
     with contextlib.suppress(WireError):
         envelope = codec.decode(data)
         assert validation_error(envelope.message) == ""
@@ -106,7 +106,7 @@ part = st.builds(
 
 @given(st.lists(part | st.just(Cancel(tenant="t", request="r")), max_size=12))
 def test_parts_in_any_order(messages: list[Any]) -> None:
-    """What comes out whole is what an unbroken run of parts says, by a reading of its own."""
+    """What comes out whole equals an unbroken run of parts, by a reading of its own."""
     assembler, run = Assembler(), list[Any]()
     for message in messages:
         try:
@@ -250,7 +250,7 @@ FLAWED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("message", "wrong"), FLAWED, ids=lambda v: v if isinstance(v, str) else "")
-def test_what_a_message_promises_is_checked_where_it_arrives(message: Any, wrong: str) -> None:
+def test_message_bounds_are_checked_on_arrival(message: Any, wrong: str) -> None:
     kind = codec.kind_of(message)
     with pytest.raises(WireError) as caught:
         codec.decode(codec.encode(Envelope("a.b", 1, 1, message)))

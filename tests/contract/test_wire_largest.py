@@ -243,7 +243,7 @@ def test_a_plan_over_all_parts_is_refused_before_the_first_is_sent() -> None:
         next(encode_all(Envelope("scheduler.s", 1, 1, plan)))
 
 
-# ---- fragments that nobody should send ---------------------------------------------------------
+# ---- fragments that no service should send ---------------------------------------------------------
 
 PLAN = but("StepPlan", table_counts=ints([50_000, 0]), table_blocks=column(50_000))
 

@@ -230,7 +230,9 @@ async def test_a_durable_request_is_followed_through_the_loss_of_everything(
         assert reader.attempts == sorted(set(reader.attempts)), "attempts only grow"
 
 
-async def test_under_credentials_a_tenant_follows_its_own_requests(start_up: StartUp, tmp_path: Path) -> None:
+async def test_tenant_follows_only_its_own_requests_under_credentials(
+    start_up: StartUp, tmp_path: Path
+) -> None:
     users = tmp_path / "users"
     auth.generate(users, Plan("nats://nats:4222", "default", ("acme", "bob")), print)
     up = start_up("--durable", "--auth", str(users), **SLOW)

@@ -1,7 +1,7 @@
 """The public traces replayed over NATS: the server finds in its cache what the trace repeats, to the token.
 At full length on the simulated engine.
 
-Of two requests that follow each other closely the later may be first there: it computes, the other one hits.
+The later of two requests that follow each other closely may be first there: it computes, the other hits.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def test_hits_are_what_the_trace_repeats(
     assert figures["cached_tokens"] == figures["repeated_tokens"] == sum(run["requests"]["repeated_tokens"])
     assert figures["requests_below_repeats"] == figures["requests_above_repeats"]
     assert (figures["repeated_tokens"] > 0) == (workload == "mooncake")
-    said = f"Prompt tokens that the trace repeats:    {figures['repeated_tokens']}"
-    assert said in capsys.readouterr().out
+    report = f"Prompt tokens that the trace repeats:    {figures['repeated_tokens']}"
+    assert report in capsys.readouterr().out
 
 
 def test_tokens_by_tier_are_counted_beside_http(

@@ -32,7 +32,7 @@ STOPPED_S = 7.0  # longer than a death goes unnoticed: 5 s
 DEADLINE_S = 60  # of a request: far longer than a stop and what follows it
 BROKER_DEADLINE_S = 20  # where requests are lost with a message, and wait for the client's own limit
 SETTLE_S = 120  # a guard: what is not free by then never will be
-REFUSALS = {503, 408, 429}  # what a request that was not accepted may be told
+REFUSALS = {503, 408, 429}  # the answers that a request that was not accepted may get
 
 SURVIVED = {*SERVICES, PAIR}  # every request ends by its answer
 

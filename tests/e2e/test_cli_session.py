@@ -21,7 +21,7 @@ def status_of(up: Up) -> dict[str, dict[str, object]]:
     return {service["kind"]: service for service in json.loads(done.stdout)["services"]}
 
 
-def test_up_says_where_to_publish(up: Up) -> None:
+def test_up_prints_where_to_publish(up: Up) -> None:
     text = "\n".join(up.printed)
     assert re.search(r"NATS: +nats://127\.0\.0\.1:\d+\n", text)
     assert re.search(r"monitoring: +http://127\.0\.0\.1:\d+\n", text)
@@ -54,17 +54,17 @@ def test_a_streamed_request_prints_the_same_text_in_frames(up: Up) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "reason"),
     [
-        ('{"prompt": "x", "model": "nobody"}', "error (model not found): "),
+        ('{"prompt": "x", "model": "absent"}', "error (model not found): "),
         ('{"prompt": "x", "temperature": 9}', "error (invalid request): "),
         ("{}", "error (invalid request): "),
     ],
 )
-def test_errors_go_to_stderr_with_their_kind(up: Up, body: str, said: str) -> None:
+def test_errors_go_to_stderr_with_their_kind(up: Up, body: str, reason: str) -> None:
     done = up.run("request", body)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(said), done.stderr
+    assert done.stderr.startswith(reason), done.stderr
 
 
 def test_an_interrupted_request_is_cancelled(up: Up) -> None:
@@ -102,7 +102,7 @@ def test_sigterm_ends_a_chat(up: Up, while_it: str) -> None:
 
 def test_status_names_every_service(up: Up) -> None:
     kinds = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"]
-    for _ in range(10):  # a service of a busy machine may answer too late: status tells so
+    for _ in range(10):  # a service of a busy machine may answer too late: status shows it
         head, *table = up.run("status").stdout.splitlines()
         services = status_of(up)
         if not any("Try again" in line for line in table) and set(services) >= set(kinds):

@@ -1,4 +1,4 @@
-"""A whole fleet, each process under its own credentials, and two tenants who must not meet."""
+"""A whole fleet, each process under its own credentials, and two tenants that must not meet."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def http_status(url: str, key: str) -> int:
         return refused.code
 
 
-def test_without_a_key_of_its_own_nobody_comes_in(guarded: Up, users: Path) -> None:
+def test_client_without_a_key_of_its_own_is_refused(guarded: Up, users: Path) -> None:
     """Though no setting names the keys: those in the folder hold."""
     paths = {name: users / name / "api_key" for name in ("tenants/acme", "operator")}
     keys = ["", "junk", *(path.read_text().strip() for path in paths.values())]
@@ -128,13 +128,13 @@ async def test_an_api_key_is_its_tenant(guarded: Up, users: Path) -> None:
     assert hits[1] == 0
 
 
-async def test_nobody_asks_in_anothers_name(guarded: Up, users: Path) -> None:
+async def test_client_cannot_publish_in_another_tenants_name(guarded: Up, users: Path) -> None:
     async with tenant(guarded, users, "acme") as acme, tenant(guarded, users, "bob") as bob:
         with pytest.raises(nats.errors.TimeoutError):
             await bob.nc.request(f"headrace.v1.generate.acme.{MODEL}", b'{"prompt":"x"}', timeout=0.5)
         assert len(bob.refused) == 1
         assert f'publish to "headrace.v1.generate.acme.{MODEL}"' in bob.refused[0].lower()
-        for field in ("tenant", "salt", "cache_salt"):  # nor by what the request says
+        for field in ("tenant", "salt", "cache_salt"):  # nor by a field of the request
             refused = await bob.ask("bob", prompt=PROMPT, **{field: "acme"})
             assert (refused["error"]["code"], refused["error"]["param"]) == (400, field)
         assert acme.refused == []
@@ -184,7 +184,7 @@ async def test_a_stream_is_read_and_cancelled_by_its_tenant_alone(guarded: Up, u
             assert frame["type"] in ("delta", "done")
             ended = "Headrace-End" in (message.headers or {})
             seen += 1
-        assert frame["usage"]["completion_tokens"] == 200  # neither cancel was heard
+        assert frame["usage"]["completion_tokens"] == 200  # neither cancel was received
         assert seen > 1
         assert [spy.pending_msgs for spy in spies] == [0, 0, 0]
 
@@ -208,7 +208,7 @@ def test_the_operators_commands_work_without_a_flag(guarded: Up, tmp_path: Path)
     assert recorded.returncode == 0, recorded.stderr
 
 
-def test_a_tenants_command_line_asks_in_its_name_and_no_further(guarded: Up, users: Path) -> None:
+def test_tenants_command_line_acts_in_its_name_alone(guarded: Up, users: Path) -> None:
     url = auth.url_of(users, "bob", guarded.nats_url)
     answer = run(guarded, "request", '{"prompt": "Hello", "max_tokens": 3}', HEADRACE_NATS_URL=url)
     assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 3
@@ -219,7 +219,7 @@ def test_a_tenants_command_line_asks_in_its_name_and_no_further(guarded: Up, use
 
 
 @pytest.mark.parametrize(
-    ("login_of", "says"),
+    ("login_of", "reason"),
     [
         ("", "refuses a connection without user and password"),
         ("headrace-tokenizer:wrong@", "refuses user 'headrace-tokenizer'"),
@@ -228,7 +228,7 @@ def test_a_tenants_command_line_asks_in_its_name_and_no_further(guarded: Up, use
     ],
 )
 def test_a_service_without_its_credentials_does_not_start(
-    guarded: Up, users: Path, login_of: str, says: str
+    guarded: Up, users: Path, login_of: str, reason: str
 ) -> None:
     plain = guarded.nats_url
     url = plain.replace("//", f"//{login_of}")
@@ -236,7 +236,7 @@ def test_a_service_without_its_credentials_does_not_start(
         url = auth.url_of(users, login_of, plain)
     ended = run(guarded, "serve", "tokenizer", HEADRACE_NATS_URL=url)
     assert ended.returncode == 1
-    assert says in ended.stderr
+    assert reason in ended.stderr
     assert "`headrace auth`" in ended.stderr
 
 
@@ -247,8 +247,8 @@ def test_a_health_check_looks_at_the_process_itself(guarded: Up, users: Path, tm
         "HEADRACE_NATS_URL": auth.url_of(users, "detokenizer", guarded.nats_url),
         "XDG_RUNTIME_DIR": str(tmp_path),
     }
-    nobody = run(guarded, "health", "detokenizer", **env)
-    assert (nobody.returncode, "no detokenizer runs here" in nobody.stderr) == (1, True)
+    absent = run(guarded, "health", "detokenizer", **env)
+    assert (absent.returncode, "no detokenizer runs here" in absent.stderr) == (1, True)
     process = subprocess.Popen(
         [*HEADRACE, "serve", "detokenizer"], env=env, stderr=subprocess.PIPE, text=True
     )
@@ -273,7 +273,7 @@ def test_a_health_check_looks_at_the_process_itself(guarded: Up, users: Path, tm
     assert (gone.returncode, "the detokenizer here is stopped" in gone.stderr) == (1, True)
 
 
-async def test_they_come_back_after_the_broker_died(guarded: Up, users: Path) -> None:
+async def test_services_come_back_after_the_broker_died(guarded: Up, users: Path) -> None:
     (server,) = [p for p in guarded.children() if "nats-server" in _command(p)]
     os.kill(server, signal.SIGKILL)
     async with tenant(guarded, users, "acme") as acme:

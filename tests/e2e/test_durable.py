@@ -132,8 +132,8 @@ def test_the_same_request_again_after_the_server_was_killed_is_not_computed_agai
 def test_a_session_in_the_shell(durable: Up) -> None:
     up = durable
     submit = ("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7", "--checkpoints")
-    said = up.run(*submit)
-    assert (said.returncode, said.stdout, said.stderr) == (0, "first\n", "")
+    output = up.run(*submit)
+    assert (output.returncode, output.stdout, output.stderr) == (0, "first\n", "")
     again = up.run(*submit)
     assert (again.returncode, again.stdout) == (0, "first\n")
     read = up.run("result", "first", "--wait")
@@ -151,8 +151,8 @@ def test_a_session_in_the_shell(durable: Up) -> None:
     assert "error (request not found): no durable request 'second'" in unknown.stderr
 
 
-def test_by_default_a_server_without_a_folder_runs_without_a_keeper(tmp_path: Path) -> None:
-    """One that shall be durable does not start. Without a keeper a submit says so."""
+def test_server_without_a_folder_runs_without_a_keeper_by_default(tmp_path: Path) -> None:
+    """One that shall be durable does not start. Without a keeper a submit ends in an error."""
     running: list[Up] = []
     start = starter(tmp_path, running, BY_DEFAULT_DURABLE)
     (tmp_path / "file").touch()
@@ -182,7 +182,7 @@ def test_by_default_a_server_without_a_folder_runs_without_a_keeper(tmp_path: Pa
         end(running)
 
 
-def test_under_credentials_a_tenant_reads_only_its_own(start_up: StartUp, tmp_path: Path) -> None:
+def test_tenant_reads_only_its_own_requests_under_credentials(start_up: StartUp, tmp_path: Path) -> None:
     users = tmp_path / "users"
     auth.generate(users, Plan("nats://nats:4222", "default", ("acme", "bob")), print)
     up = start_up("--durable", "--auth", str(users))
@@ -253,5 +253,5 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(start_up: StartUp) -> Non
 
 def generated(up: Up) -> int:
     """Tokens of the fleet since its start."""
-    said = json.loads(up.run("status", "--json").stdout)
-    return sum(service["tokens"] for service in said["services"] if service["kind"] == "detokenizer")
+    output = json.loads(up.run("status", "--json").stdout)
+    return sum(service["tokens"] for service in output["services"] if service["kind"] == "detokenizer")

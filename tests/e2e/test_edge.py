@@ -123,9 +123,9 @@ async def end_of(client: Client, request_id: str) -> tuple[str, str]:
     async with asyncio.timeout(60):
         while True:
             asked = await client.bus.request(subjects.trace(request_id), b"", timeout_us=10_000_000)
-            told = json.loads(asked.data)
-            if told["state"] == "ended":
-                choice = told["choices"][0]
+            stats = json.loads(asked.data)
+            if stats["state"] == "ended":
+                choice = stats["choices"][0]
                 assert choice["tokens"] < LONG["max_tokens"]
                 return choice["reason"], choice["error"]
 

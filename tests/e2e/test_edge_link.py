@@ -33,7 +33,7 @@ LONGEST_S = 180  # a guard against hanging
 
 
 @pytest.mark.timeout(300)
-def test_what_was_submitted_while_the_link_was_down_is_done_once(tmp_path: Path) -> None:
+def test_requests_submitted_while_the_link_was_down_are_done_once(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     auth.generate(there, Plan("nats://nats:4222", "default", (TENANT,), leaves=True), print)
     auth.generate(here, Plan("nats://nats:4222", "default", (TENANT,)), print)

@@ -87,7 +87,7 @@ async def through(up: Up, fault: signal.Signals | None) -> Counter[str]:
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_standby_costs_no_request_and_takes_over(one: Up, fault: signal.Signals) -> None:
     with second_scheduler(one):
-        if fault == signal.SIGKILL:  # of the two, the quicker
+        if fault == signal.SIGKILL:  # of the two, the faster
             assert asyncio.run(through(one, None)) == {"answer 0": REQUESTS}
         ends = asyncio.run(through(one, fault))
     assert ends == {"answer 0": REQUESTS + (CLIENTS if fault == signal.SIGSTOP else 0)}
@@ -136,7 +136,7 @@ def test_two_models_in_one_fleet(start_up: StartUp, both: TwoModels) -> None:
             assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, text)
         health = http.base_url.copy_with(path="/health")
         assert http.get(health).json() == {"status": "ok"}
-        unknown = ask(http, "nobody")
+        unknown = ask(http, "absent")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
@@ -164,7 +164,7 @@ def tokenizer_of(up: Up, model: Path) -> int:
 
 
 @pytest.mark.timeout(180)
-def test_what_only_the_other_model_lacks_is_told_of_that_one(both: TwoModels) -> None:
+def test_missing_service_of_one_model_is_an_error_of_that_model_alone(both: TwoModels) -> None:
     """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on. Before, a request
     that the tokenizer took with it, and one that ran, got their answers after it had been started again."""
     up, second = both.up, both.second

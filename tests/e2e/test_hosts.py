@@ -75,8 +75,8 @@ def test_hosts_are_apart_and_a_link_that_was_cut_loses_no_connection() -> None:
         assert usual_s >= RTT_MS / 1000
         assert cut_s >= 3 * RTT_MS / 1000
         sleeper = beta.popen("sh", "-c", "echo; exec sleep 1000", stdout=subprocess.PIPE)
-        with sleeper.stdout as said:
-            assert said.readline() == b"\n", "it is there"
+        with sleeper.stdout as output:
+            assert output.readline() == b"\n", "it is there"
         assert beta.pids() == [sleeper.pid]
         beta.kill()
         assert (sleeper.wait(), beta.pids()) == (-signal.SIGKILL, [])

@@ -86,7 +86,7 @@ def on_hub(fleet: HostFleet, work: Callable[[Traffic], Awaitable[None]]) -> None
 
 
 async def tier(asking: Traffic, host: str, true: Callable[[Status], bool]) -> Status:
-    """What the kv_offload of a host says, once something is true of that."""
+    """The status of a host's kv_offload, once a condition on it holds."""
     async with asyncio.timeout(LONGEST_S):
         while True:
             for service in await request_all(asking.bus, subjects.STATUS, 0.2):

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timed
 
 PROMPTS, REQUESTS, CLIENTS = 16, 60, 5
 BEFORE = 10  # answers before the fault, so that it lasts longer than L2 has for a call
-COLD = range(100, 110)  # prompts that nobody asks for a second time
+COLD = range(100, 110)  # prompts that no client sends a second time
 BLOCKS_EACH = -(-(PROMPT_TOKENS + ANSWER_TOKENS) // 16)
 MIB = 1 << 20
 SLOW_BYTES_PER_S, SLOW_S = 256 << 10, 0.05  # a block takes half a second
@@ -159,22 +159,22 @@ async def kill_store(house: House, traffic: Traffic) -> None:
 
 
 async def kill_copying_executor(house: House, traffic: Traffic) -> None:
-    """At the sight of a copy that it is told to make."""
-    told, others = asyncio.Event(), traffic.on_message
+    """When it gets the command to make a copy."""
+    commanded, others = asyncio.Event(), traffic.on_message
 
     def watch(delivery: Delivery) -> None:
         others(delivery)
-        if delivery.subject.endswith(".KvCopy") and not told.is_set():
+        if delivery.subject.endswith(".KvCopy") and not commanded.is_set():
             faults.kill(house.up.child("executor"))
-            told.set()
+            commanded.set()
 
     traffic.on_message = watch
-    await asyncio.wait_for(told.wait(), 60)
+    await asyncio.wait_for(commanded.wait(), 60)
 
 
 FAULTS: dict[str, tuple[Act, Act]] = {
     "redis frozen": (freeze_redis, thaw_redis),
-    "redis behind a slow link": (slow_down, speed_up),
+    "redis over a slow link": (slow_down, speed_up),
     "redis killed": (stop_redis, start_redis),
     "redis restarted": (restart_redis, nothing),
     "redis full": (fill_redis, empty_redis),
@@ -235,7 +235,7 @@ async def breaker_openings(traffic: Traffic) -> int:
 
 
 def whole(found: dict[str, dict[str, object]]) -> bool:
-    """Everybody is there, and L2 answers."""
+    """Every service is there, and L2 answers."""
     store = found.get("kv_offload", {})
     if store.get("state") != "ready" or found.get("executor", {}).get("state") != "ready":
         return False
@@ -269,5 +269,5 @@ def report(fault: str, house: House, run: Run, l1_s: list[float], times_s: tuple
 
 
 def test_the_folder_is_small(tmp_path: Path) -> None:
-    """The model is what BLOCK_BYTES says."""
+    """The model has blocks of BLOCK_BYTES."""
     assert BLOCK_BYTES == 131_072

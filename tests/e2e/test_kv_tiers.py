@@ -171,7 +171,7 @@ def swap(redis: Redis, names: list[bytes]) -> None:
 
 
 def replace(redis: Redis, names: list[bytes]) -> None:
-    """Somebody else's values, shorter than a header."""
+    """Values of another program, shorter than a header."""
     for name in names:
         redis.set(name, b"not ours")
 
@@ -223,14 +223,14 @@ NO_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo
 INSIDE = "KV_TIERS_WITHOUT_NETWORK"
 
 
-def test_no_control_message_is_large_and_nobody_is_called(tmp_path: Path) -> None:
+def test_control_messages_stay_small_and_no_network_connection_is_made(tmp_path: Path) -> None:
     """Prompts of as many blocks as one lookup may name, of which device memory holds one. Where there is no
     network at all, unless the kernel forbids such namespaces."""
     if (
         INSIDE not in os.environ
         and subprocess.run([*NO_NETWORK, "true"], capture_output=True).returncode == 0
     ):
-        name = test_no_control_message_is_large_and_nobody_is_called.__name__
+        name = test_control_messages_stay_small_and_no_network_connection_is_made.__name__
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{__file__}::{name}"]
         env = {**os.environ, INSIDE: "1"}
         done = subprocess.run([*NO_NETWORK, *command], env=env, capture_output=True, text=True, timeout=200)
@@ -244,7 +244,7 @@ def test_no_control_message_is_large_and_nobody_is_called(tmp_path: Path) -> Non
         asyncio.run(long_prompts(up))
         pids = up.children()
         called = {address for pid in pids for address in remote_addresses(pid)}
-        assert called, "they talk to the server, and kv_offload to Redis"
+        assert called, "services connect to the server, and kv_offload to Redis"
         assert {host for host, _ in called} == {"127.0.0.1"}, called
         assert redis.port in {port for _, port in called}
 

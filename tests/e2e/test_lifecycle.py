@@ -1,4 +1,4 @@
-"""Starts, drains, kills, deaths: exit statuses, nothing lost in a drain, and no process left behind."""
+"""Starts, drains, kills, deaths: exit statuses, nothing lost in a drain, and no process left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def streaming(up: Up, tokens: int) -> subprocess.Popen[str]:
     return asking
 
 
-def test_gateways_share_a_port_one_that_dies_takes_nobody_else_along_and_a_hang_up_ends_all(
+def test_gateways_share_a_port_survive_each_other_and_end_on_a_hang_up(
     start_up: StartUp,
 ) -> None:
     up = start_up("--gateways", "2", HEADRACE_HTTP="127.0.0.1:0")
@@ -57,13 +57,13 @@ def test_gateways_share_a_port_one_that_dies_takes_nobody_else_along_and_a_hang_
     def ask(path: str) -> httpx.Response:
         return httpx.get(f"{root}{path}", timeout=120)  # each on a connection of its own
 
-    told: set[str] = set()
+    counted: set[str] = set()
     for _ in range(400):  # until both have come up, and each has been given some
         page = ask("/metrics").text  # the gateway that answers has this request
-        told |= set(re.findall(r'active_requests{instance="(\w+)",service="gateway"} 1', page))
-        if len(told) == 2:
+        counted |= set(re.findall(r'active_requests{instance="(\w+)",service="gateway"} 1', page))
+        if len(counted) == 2:
             break
-    assert len(told) == 2
+    assert len(counted) == 2
     asked: list[int] = []
     while len(asked) < 2:  # on a busy machine an answer may come late
         services = json.loads(up.run("status", "--json").stdout)["services"]
@@ -104,7 +104,7 @@ def test_a_socket_is_served_replaced_and_removed(start_up: StartUp, tmp_path: Pa
     assert not path.exists()
 
 
-def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: StartUp) -> None:
+def test_waiting_client_gets_an_error_when_the_time_to_drain_is_over(start_up: StartUp) -> None:
     up = start_up(HEADRACE_SIM="step=100000", HEADRACE_HTTP="127.0.0.1:0", HEADRACE_DRAIN_TIMEOUT_S="1")
     children = up.children()
     long = {"prompt": "Hello", "max_tokens": 2000, "ignore_eos": True}
@@ -134,9 +134,9 @@ def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: St
     assert plain.result().status_code == 503
     assert "its time to drain is over" in plain.result().json()["error"]["message"]
     for each in asking:
-        _, said = each.communicate(timeout=120)
+        _, output = each.communicate(timeout=120)
         assert each.returncode == 1
-        assert "its time to drain is over" in said
+        assert "its time to drain is over" in output
     assert up.printed[-1] == "stopped: requests that did not end in time got an error"
     wait_until_gone(children)
 
@@ -148,7 +148,7 @@ def requests(up: Up) -> int:
     return int(scheduler["requests"])
 
 
-def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: StartUp) -> None:
+def test_stream_is_not_cut_when_the_reader_of_the_launchers_output_is_gone(start_up: StartUp) -> None:
     """`headrace up | tee log`, Ctrl-C: tee has gone first."""
     up = start_up(**SLOW)
     children = up.children()
@@ -222,7 +222,9 @@ def test_ctrl_c_before_it_is_ready(start_up: StartUp) -> None:
     wait_until_gone(children)
 
 
-def test_what_dies_or_hangs_is_replaced_and_two_of_each_edge_run_by_default(start_up: StartUp) -> None:
+def test_service_that_dies_or_hangs_is_replaced_and_two_of_each_edge_run_by_default(
+    start_up: StartUp,
+) -> None:
     """As nohup starts it: a hang-up does not end what was started to ignore it. At the end: Ctrl-C."""
     two = {"HEADRACE_TOKENIZERS": "2", "HEADRACE_DETOKENIZERS": "2"}
     up = start_up(ignored=(signal.SIGHUP, signal.SIGINT), **two)
@@ -247,10 +249,10 @@ def test_what_dies_or_hangs_is_replaced_and_two_of_each_edge_run_by_default(star
         pass
     kinds = [len(faults.pids_of(up.process.pid, kind)) for kind in ("tokenizer", "scheduler", "detokenizer")]
     assert kinds == [2, 1, 2]
-    said = up.log.read_text()
-    assert "was ended by SIGKILL (not by this command: perhaps by the kernel" in said
-    assert re.search(r"scheduler +\| has sent no heartbeat for 1\d s and used no CPU: killed", said)
-    assert said.count("used no CPU: killed") == 1
+    output = up.log.read_text()
+    assert "was ended by SIGKILL (not by this command: perhaps by the kernel" in output
+    assert re.search(r"scheduler +\| has sent no heartbeat for 1\d s and used no CPU: killed", output)
+    assert output.count("used no CPU: killed") == 1
     children = up.children()
     assert up.stop(signal.SIGINT) == 130
     assert up.printed[-1] == "stopped"
@@ -258,7 +260,7 @@ def test_what_dies_or_hangs_is_replaced_and_two_of_each_edge_run_by_default(star
     wait_until_gone(children)
 
 
-def test_files_of_the_working_directory_are_not_imported_and_those_on_the_path_are(
+def test_modules_of_pythonpath_are_imported_and_modules_of_the_working_directory_are_not(
     start_up: StartUp, tmp_path: Path
 ) -> None:
     """At the end: a launcher that is killed leaves no process."""
@@ -266,7 +268,7 @@ def test_files_of_the_working_directory_are_not_imported_and_those_on_the_path_a
     for folder in (here, plugins):
         folder.mkdir()
     for name in ("inspect", "queue", "numpy", "torch", "services", "shared"):
-        (here / f"{name}.py").write_text("raise SystemExit('this file is of somebody else')")
+        (here / f"{name}.py").write_text("raise SystemExit('this file is of another program')")
     (plugins / "mine.py").write_text(
         "class Same:\n"
         "    def __init__(self, args, prompt_tokens): pass\n"
@@ -283,7 +285,7 @@ def test_files_of_the_working_directory_are_not_imported_and_those_on_the_path_a
     wait_until_gone(children)
 
 
-def test_a_taken_port_is_told(start_up: StartUp) -> None:
+def test_taken_port_is_an_error_that_names_it(start_up: StartUp) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -295,19 +297,19 @@ def test_a_taken_port_is_told(start_up: StartUp) -> None:
     )
 
 
-def test_a_server_of_ones_own_that_is_not_there_is_told(start_up: StartUp) -> None:
+def test_absent_nats_server_of_the_user_is_an_error_that_names_it(start_up: StartUp) -> None:
     up = start_up("--nats-url", "nats://127.0.0.1:1", wait=False)
     assert up.stop() == 1
     assert "no connection to the nats-server at nats://127.0.0.1:1" in up.log.read_text()
 
 
 def test_a_service_that_cannot_start_ends_it(start_up: StartUp, tmp_path: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF, or so it says")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF, by its first bytes")
     up = start_up("--model", str(tmp_path / "broken.gguf"), wait=False)
     assert up.stop() == 1
-    said = up.log.read_text().splitlines()[-1]
-    assert said.startswith("error (setup): ")
-    assert said.endswith(" ended with status 1 before the server was ready: see its last log lines")
+    output = up.log.read_text().splitlines()[-1]
+    assert output.startswith("error (setup): ")
+    assert output.endswith(" ended with status 1 before the server was ready: see its last log lines")
 
 
 def test_several_of_each_service_and_a_server_of_ones_own(

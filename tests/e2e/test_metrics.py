@@ -122,7 +122,7 @@ def test_promtool_finds_nothing() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_page_is_clean_and_says_that_its_process_is_ready(up: Up) -> None:
+def test_every_metrics_page_is_clean_and_shows_that_its_process_is_ready(up: Up) -> None:
     for url in pages(up).values():
         while "headrace_ready 1.0" not in (answer := httpx.get(url, timeout=120)).text.splitlines():
             time.sleep(0.05)  # kv_offload starts after the others
@@ -148,17 +148,17 @@ def test_the_gateway_has_the_metrics_of_all_services_on_one_page(up: Up) -> None
     assert [line for line in samples if 'service="' not in line or 'instance="' not in line] == []
 
 
-def test_what_is_not_the_page_is_refused(up: Up) -> None:
+def test_other_paths_of_the_metrics_port_are_refused(up: Up) -> None:
     url = pages(up)["tokenizer"]
     assert httpx.get(url.replace("/metrics", "/"), timeout=120).status_code == 404
     assert httpx.post(url, timeout=120).status_code == 405
     assert (httpx.head(url, timeout=120).status_code, httpx.head(url, timeout=30).content) == (200, b"")
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(up: Up, start_up: StartUp) -> None:
+def test_taken_metrics_port_is_an_error_before_any_service_starts(up: Up, start_up: StartUp) -> None:
     port = pages(up)["gateway"].rsplit(":", 1)[1].removesuffix("/metrics")
     other = start_up(wait=False, **{**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": port})
     assert other.process.wait(60) == 1
-    said = other.log.read_text()
-    assert f"metrics cannot listen on 127.0.0.1:{port} (Address already in use)" in said
-    assert "set OTEL_EXPORTER_PROMETHEUS_PORT to another" in said
+    output = other.log.read_text()
+    assert f"metrics cannot listen on 127.0.0.1:{port} (Address already in use)" in output
+    assert "set OTEL_EXPORTER_PROMETHEUS_PORT to another" in output

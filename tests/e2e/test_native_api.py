@@ -196,7 +196,7 @@ async def last_code(replies: Any) -> int:
             return json.loads(message.data)["error"]["code"]
 
 
-async def test_what_gets_no_answer_does_no_harm(up: Up, nc: Nats) -> None:
+async def test_message_without_an_answer_does_no_harm(up: Up, nc: Nats) -> None:
     pids, services = sorted(up.children()), await statuses(nc)
     scheduler = f"hr.default.scheduler.{services['scheduler']['id']}.in"
     detokenizer = services["detokenizer"]["id"]
@@ -245,10 +245,10 @@ async def test_over_the_payload_limit(up: Up, nc: Nats) -> None:
     pids = sorted(up.children())
     with pytest.raises(MaxPayloadError):
         await nc.publish(SUBJECT, bytes(nc.max_payload + 1))
-    said = await asyncio.to_thread(up.run, "request", "-", stdin=json.dumps({"prompt": "a" * 8_400_000}))
-    assert said.returncode == 1
-    assert "error (payload too large)" in said.stderr
-    assert "send less, or raise max_payload" in said.stderr
+    output = await asyncio.to_thread(up.run, "request", "-", stdin=json.dumps({"prompt": "a" * 8_400_000}))
+    assert output.returncode == 1
+    assert "error (payload too large)" in output.stderr
+    assert "send less, or raise max_payload" in output.stderr
     await assert_well(up, nc, pids)
 
 
@@ -257,10 +257,10 @@ async def test_a_long_prompt_does_not_stop_the_beats(up: Up, nc: Nats) -> None:
     (tokenizer,) = [s for s in (await statuses(nc)).values() if s["kind"] == "tokenizer"]
     heartbeats = await nc.subscribe(f"hr.default.beat.tokenizer.{tokenizer['id']}")
     long = asyncio.create_task(nc.request(SUBJECT, j(prompt="1" * 600_000), timeout=60))
-    heard = 0
+    received = 0
     while not long.done():
         await heartbeats.next_msg(60)
-        heard += 1
+        received += 1
         assert "usage" in json.loads((await nc.request(SUBJECT, j(), timeout=60)).data), "short ones go on"
     assert json.loads((await long).data)["error"]["code"] == 400
-    assert heard >= 2
+    assert received >= 2

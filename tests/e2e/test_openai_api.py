@@ -137,13 +137,13 @@ def test_a_port_that_is_taken(start_up: StartUp) -> None:
         port = taken.getsockname()[1]
         up = start_up(wait=False, HEADRACE_HTTP=f"127.0.0.1:{port}")
         assert up.process.wait(30) == 1
-    said = up.log.read_text()
-    assert f"the gateway cannot listen on 127.0.0.1:{port} (Address already in use)" in said
-    assert "set `http` to another host:port, or to off" in said
+    output = up.log.read_text()
+    assert f"the gateway cannot listen on 127.0.0.1:{port} (Address already in use)" in output
+    assert "set `http` to another host:port, or to off" in output
 
 
 def health(http: httpx.Client, status: int) -> dict[str, str]:
-    """What `/health` says once it has this status."""
+    """The body of `/health` once it has this status."""
     while (state := http.get("/health")).status_code != status:
         pass
     return dict(state.json())

@@ -208,12 +208,12 @@ def test_a_wrong_batch_is_refused(client: OpenAI) -> None:
     assert found.status == "failed"
 
 
-def test_in_the_shell(up: Up, client: OpenAI, tmp_path: Path) -> None:
+def test_batch_runs_in_the_shell(up: Up, client: OpenAI, tmp_path: Path) -> None:
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("".join(json.dumps(line(i)) + "\n" for i in range(20)))
-    said = up.run("batch", "submit", str(given))
-    assert (said.returncode, said.stderr) == (0, "")
-    batch = said.stdout.strip()
+    submitted = up.run("batch", "submit", str(given))
+    assert (submitted.returncode, submitted.stderr) == (0, "")
+    batch = submitted.stdout.strip()
     assert ended(client, batch).status == "completed"
     shown = up.run("batch", "status", batch)
     assert (shown.returncode, shown.stdout) == (0, "completed: 20 of 20 requests\n")

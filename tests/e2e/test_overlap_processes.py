@@ -90,7 +90,7 @@ def check_alternation(steps: list[Step]) -> None:
 
 
 def check_overlap(steps: list[Step]) -> None:
-    """Of most steps, `one` of A and the next one, `two`, of B: all that follows one's forward until the next
+    """In most steps, `one` of A and the next one, `two`, of B, all that follows one's forward until the next
     plan of A is there happens between the beginning and the end of two's forward."""
     hidden = {"host": 0, "result": 0, "plan": 0}
     triples = list(zip(steps, steps[1:], steps[2:], strict=False))

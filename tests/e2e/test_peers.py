@@ -97,7 +97,7 @@ def test_turns_change_places() -> None:
     assert rounds == ["abc", "bca", "cab", "abc"]
 
 
-def test_nothing_of_a_server_is_left(tmp_path: Path) -> None:
+def test_stopped_server_leaves_no_process(tmp_path: Path) -> None:
     described = known("one", FAST, tmp_path)
     wrapped = Peer(
         "one", described["url"], f'sh -c "{described["command"].replace(chr(34), chr(92) + chr(34))}; :"'

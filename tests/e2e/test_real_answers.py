@@ -120,7 +120,7 @@ def text_of(vocabulary: Vocabulary, token: int) -> bytes:
 
 
 @pytest.mark.parametrize("case", SCORED, ids=lambda case: case["prompt"])
-def test_log_probabilities_are_those_of_transformers(
+def test_log_probabilities_equal_transformers_log_probabilities(
     case: dict[str, Any], client: OpenAI, vocabulary: Vocabulary
 ) -> None:
     """Each token of the answer, and the five likeliest tokens in its place, are compared."""

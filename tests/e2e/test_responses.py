@@ -113,7 +113,7 @@ def test_a_response_is_kept_and_continued(client: OpenAI) -> None:
     assert caught.value.param == "previous_response_id"
 
 
-def test_in_the_background(client: OpenAI) -> None:
+def test_background_response_gives_the_plain_answer(client: OpenAI) -> None:
     plain = client.responses.create(**ASKED)
     response = client.responses.create(**ASKED, background=True, metadata={"a": "b"})
     assert (response.status, response.background, response.output) == ("queued", True, [])
@@ -255,7 +255,7 @@ def test_a_deleted_response_is_gone(client: OpenAI, http: httpx.Client) -> None:
             client.responses.create(**ASKED, previous_response_id=response.id)
 
 
-def test_what_is_not_there(client: OpenAI, http: httpx.Client) -> None:
+def test_missing_response_is_an_error(client: OpenAI, http: httpx.Client) -> None:
     assert KEPT_S == core.KEPT_S
     for name, status in (("resp_x", 404), ("resp_00000001" + "0" * 24, 410), ("a b", 404)):
         for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
@@ -312,7 +312,7 @@ def test_an_error_has_its_status_later(http: httpx.Client) -> None:
     assert http.get(url, headers=EVENTS).status_code == 504
 
 
-def test_under_credentials_a_tenant_has_its_own(start_up: StartUp, tmp_path: Path) -> None:
+def test_tenant_has_only_its_own_responses_under_credentials(start_up: StartUp, tmp_path: Path) -> None:
     users = tmp_path / "users"
     auth.generate(users, Plan("nats://nats:4222", "default", ("acme", "bob")), print)
     up = start_up("--durable", "--auth", str(users), HEADRACE_HTTP="127.0.0.1:0")
@@ -363,7 +363,7 @@ def test_a_stream_starts_over_after_the_loss_of_every_process(start_up: StartUp,
     assert plain.output_text.startswith(text_of(had))
 
 
-def test_without_a_keeper_responses_work_and_are_not_kept(tmp_path: Path) -> None:
+def test_responses_work_and_are_not_kept_without_a_keeper(tmp_path: Path) -> None:
     with (
         running_up(tmp_path, HEADRACE_HTTP="127.0.0.1:0") as up,
         OpenAI(base_url=up.http_url, api_key="any", max_retries=0, timeout=LIMIT_S) as client,

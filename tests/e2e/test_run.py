@@ -84,8 +84,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_the_fleet_of_the_first_prompt_answers_the_next_ones(shell: Shell) -> None:
-    code, text, said = shell.run("run", MODEL, "Hi", "you", "--max-tokens", "5", "--seed", "7")
-    assert (code, said) == (0, "")
+    code, text, errors = shell.run("run", MODEL, "Hi", "you", "--max-tokens", "5", "--seed", "7")
+    assert (code, errors) == (0, "")
     assert text.strip()
     first = shell.fleet
     again = shell.run("run", MODEL, "--max-tokens", "5", "--seed", "7", stdin="Hi you\n")
@@ -119,15 +119,15 @@ def test_an_idle_fleet_ends_and_the_next_prompt_starts_another(shell: Shell) -> 
     assert len(set(shell.pids)) == 2
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(shell: Shell) -> None:
-    code, text, said = shell.run("run", MODEL, "Hi", HEADRACE_LOGITS_PROCESSORS="x=nowhere:Nothing")
+def test_failed_start_prints_the_reason_and_leaves_nothing(shell: Shell) -> None:
+    code, text, errors = shell.run("run", MODEL, "Hi", HEADRACE_LOGITS_PROCESSORS="x=nowhere:Nothing")
     assert (code, text) == (1, "")
-    assert "No module named 'nowhere'" in said
-    assert said.splitlines()[-1].startswith("error (setup): the fleet did not start: ")
+    assert "No module named 'nowhere'" in errors
+    assert errors.splitlines()[-1].startswith("error (setup): the fleet did not start: ")
     assert shell.left() == []
-    code, _, said = shell.run("run", "no-model")
+    code, _, errors = shell.run("run", "no-model")
     assert code == 1
-    assert said.startswith("error (setup): 'no-model' is neither a known model")
+    assert errors.startswith("error (setup): 'no-model' is neither a known model")
 
 
 def start_without_end(shell: Shell, *args: str) -> subprocess.Popen[str]:

@@ -82,7 +82,7 @@ def test_the_trace_command(up: Up, tmp_path: Path) -> None:
     assert len(forwards) == len(steps["step"])
 
 
-def test_the_trace_command_says_what_is_wrong(up: Up, tmp_path: Path) -> None:
+def test_trace_command_prints_each_error(up: Up, tmp_path: Path) -> None:
     unknown = up.run("trace", "never-asked")
     assert unknown.returncode == 1
     assert "error (request not found): no request 'never-asked' is running" in unknown.stderr

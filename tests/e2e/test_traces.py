@@ -152,7 +152,7 @@ def test_a_clients_trace_goes_on_and_failures_are_traced(receiver: Receiver, sta
     up = start_up(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_SERVICE_NAME="llm")
     mine, unsampled = "4bf92f3577b34da6a3ce929d0e0e4736", "0af7651916cd43dd8448eb211c80319c"
 
-    async def talk() -> list[Sent]:
+    async def chat() -> list[Sent]:
         nc = await nats.connect(up.nats_url)
         silent = {"traceparent": f"00-{unsampled}-00f067aa0ba902b7-00"}
         sampled = {"traceparent": f"00-{mine}-00f067aa0ba902b7-01"}
@@ -166,7 +166,7 @@ def test_a_clients_trace_goes_on_and_failures_are_traced(receiver: Receiver, sta
         await nc.close()
         return done
 
-    sent = asyncio.run(talk())
+    sent = asyncio.run(chat())
     assert [one.headers["traceparent"].split("-")[1] for one in sent] == [unsampled, mine, mine, mine, mine]
     roots = receiver.wait_for(["bad", "good", "late", ""], 120)
     assert "quiet" not in receiver.roots()
@@ -184,7 +184,7 @@ def test_a_clients_trace_goes_on_and_failures_are_traced(receiver: Receiver, sta
     assert {s.resource["service.name"] for s in receiver.spans} == {"llm"}
 
 
-@pytest.mark.timed  # what is told once a minute
+@pytest.mark.timed  # a report once a minute
 def test_a_dead_collector_costs_a_line(start_up: StartUp) -> None:
     up = start_up(
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_BSP_SCHEDULE_DELAY="50",
@@ -202,6 +202,6 @@ def test_a_dead_collector_costs_a_line(start_up: StartUp) -> None:
     assert up.stop(signal.SIGTERM) == 0
     lines = up.log.read_text().splitlines()
     spans = [line for line in lines if f"spans did not arrive at {where}" in line]
-    assert len(spans) <= 3, "each of three services may tell once a minute"
+    assert len(spans) <= 3, "each of three services may report once a minute"
     assert len([line for line in lines if "metrics: do not arrive at" in line]) == 5, "once for each service"
     assert not [line for line in lines if "Traceback" in line or "opentelemetry" in line]

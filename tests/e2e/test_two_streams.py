@@ -38,7 +38,7 @@ def common_ns(one: Received, other: Received) -> int:
     return max(0, min(one.end_ns, other.end_ns) - max(one.start_ns, other.start_ns))
 
 
-def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver: Receiver) -> None:
+def test_ranks_communicate_during_the_compute_of_the_other_half(tmp_path: Path, receiver: Receiver) -> None:
     traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "100", **SMALL_L1}
     ranks = (*RANKS, "--model", str(write_small_llama(tmp_path / "small-llama")))
     with running_up(tmp_path, *ranks, "--overlap", "auto/two_stream", **traced) as up:
@@ -62,6 +62,6 @@ def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver
     steps = [s for s in receiver.spans if s.name.startswith("step ") and s.attributes["tokens"] >= 128]
     assert {step.attributes["overlap.comm"] for step in steps} == {"two_stream"}
     pieces = [s for s in receiver.spans if s.parent_id == steps[0].span_id]
-    talks = [s for s in pieces if s.name == "comm A"]
+    collectives = [s for s in pieces if s.name == "comm A"]
     computed = [s for s in pieces if s.name == "compute B"]
-    assert any(common_ns(talk, compute) > 0 for talk in talks for compute in computed)
+    assert any(common_ns(collective, compute) > 0 for collective in collectives for compute in computed)

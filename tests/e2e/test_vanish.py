@@ -1,4 +1,5 @@
-"""Clients that go away, and cancels, over real processes: who is noticed, what is stopped, what is free."""
+"""Clients that go away, and cancels, over real processes: which are noticed, what is stopped, what is
+free."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ async def stranger(up: Up) -> AsyncIterator[Nats]:
 
 
 def unheld(engine: dict[str, Any]) -> int:
-    """Blocks that nobody holds: free ones, and those that wait for a copy in a tier below or are in one."""
+    """Blocks that no request holds: free ones, and those that wait for a copy in a tier below or are in
+    one."""
     return int(engine["free_blocks"] + engine["dirty_blocks"] + engine["copying_blocks"])
 
 
@@ -75,10 +77,10 @@ async def end_of(nc: Nats, request: str) -> tuple[str, str]:
     heartbeats = await nc.subscribe(HEARTBEATS)
     async with asyncio.timeout(60):
         while True:
-            told = json.loads((await nc.request(f"headrace.v1.trace.{request}", timeout=60)).data)
-            if told["state"] == "ended":
+            facts = json.loads((await nc.request(f"headrace.v1.trace.{request}", timeout=60)).data)
+            if facts["state"] == "ended":
                 await heartbeats.unsubscribe()
-                choice = told["choices"][0]
+                choice = facts["choices"][0]
                 assert choice["tokens"] < LONG
                 return choice["reason"], choice["error"]
             await heartbeats.next_msg(30)
@@ -107,7 +109,7 @@ async def test_a_reader_that_unsubscribes_stops_its_request(up: Up, nc: Nats) ->
     await assert_all_free(nc)
 
 
-async def test_a_reader_that_asked_for_it_is_finished_without(up: Up, nc: Nats) -> None:
+async def test_request_with_finish_detached_ends_without_its_vanished_reader(up: Up, nc: Nats) -> None:
     async with stranger(up) as client:
         await started(client, body("kept", stream=True, finish_detached=True, max_tokens=30))
     assert await end_of(nc, "kept") == FINISHED
@@ -131,7 +133,7 @@ async def test_a_client_that_waits_for_one_reply_and_vanishes_is_noticed(up: Up,
 
 
 async def test_one_exact_inbox_gets_one_message_and_is_never_taken_for_gone(up: Up, nc: Nats) -> None:
-    """As `nats req` does it: whatever comes first is the answer."""
+    """As `nats req` does it: the first message is the answer."""
     inbox = f"{nc.new_inbox()}.exact"
     replies = await nc.subscribe(inbox)
     await nc.publish(SUBJECT, body("exact", max_tokens=300), reply=inbox)  # 3 s: fifteen beats
@@ -151,8 +153,8 @@ async def test_a_reader_that_reads_nothing_is_cut_off_by_the_server_and_noticed(
             lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             lazy.connect((host, int(port)))
             ask = body("lazy", stream=True, n=32)
-            said = f"SUB lazy.in 1\r\nPUB {SUBJECT} lazy.in {len(ask)}\r\n".encode() + ask + b"\r\n"
-            lazy.sendall(b'CONNECT {"verbose":false}\r\n' + said)
+            lines = f"SUB lazy.in 1\r\nPUB {SUBJECT} lazy.in {len(ask)}\r\n".encode() + ask + b"\r\n"
+            lazy.sendall(b'CONNECT {"verbose":false}\r\n' + lines)
             assert await end_of(nc, "lazy") == STOPPED
         await assert_all_free(nc)
         await nc.close()
@@ -162,13 +164,13 @@ async def test_a_reader_that_reads_nothing_is_cut_off_by_the_server_and_noticed(
 
 
 async def test_a_cancel_frees_the_blocks_within_two_steps(start_up: StartUp) -> None:
-    """Counted in steps, by asking before and behind the cancel on the same connection."""
+    """Counted in steps, by asking before and after the cancel on the same connection."""
     up = start_up(HEADRACE_SIM="step=100000,token=20")
     nc = await nats.connect(up.nats_url)
 
     async def engine() -> dict[str, Any]:
-        told = json.loads((await nc.request("$SRV.STATS.headrace-scheduler", timeout=60)).data)["data"]
-        (found,) = told["executors"].values()
+        facts = json.loads((await nc.request("$SRV.STATS.headrace-scheduler", timeout=60)).data)["data"]
+        (found,) = facts["executors"].values()
         return dict(found)
 
     try:

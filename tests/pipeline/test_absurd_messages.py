@@ -109,7 +109,7 @@ def absurd(exec_epoch: int) -> list[tuple[str, str, Message]]:
     return [(*way, message) for way, message in rows]
 
 
-def say(pipeline: Pipeline, sender: str, to: str, message: Message) -> None:
+def inject(pipeline: Pipeline, sender: str, to: str, message: Message) -> None:
     """Outside the numbered stream, in the name of a living actor."""
     runtime = pipeline.runtimes[f"{sender}-1"]
     envelope = Envelope(runtime.mailbox.source, runtime.mailbox.epoch, 0, message)
@@ -138,14 +138,14 @@ def exec_epoch(pipeline: Pipeline) -> int:
 async def test_nonsense_before_and_during_requests_changes_no_answer(pipeline: Pipeline) -> None:
     want = await pipeline.client.complete(ASK)
     for sender, to, message in absurd(exec_epoch(pipeline)):
-        say(pipeline, sender, to, message)
+        inject(pipeline, sender, to, message)
     await pipeline.until(lambda: bool(pipeline.status("scheduler")["executors"]))
     stream = pipeline.client.stream({**ASK, "max_tokens": 200}, timeout_s=20)
     types = []
     async for frame in stream:
         types.append(frame["type"])
         for sender, to, message in absurd(exec_epoch(pipeline)) if len(types) == 3 else []:
-            say(pipeline, sender, to, message)
+            inject(pipeline, sender, to, message)
     assert types[-1] == "done"
     again = await pipeline.client.complete(ASK)
     assert again["choices"] == want["choices"]
@@ -159,13 +159,13 @@ async def test_nonsense_before_and_during_requests_changes_no_answer(pipeline: P
         ({"slots": [BIG], "sample_slots": [BIG]}, f"the plan names slot {BIG}, which is not open"),
     ],
 )
-async def test_a_step_that_nobody_planned_costs_the_incarnation_only(
+async def test_unplanned_step_costs_the_incarnation_only(
     pipeline: Pipeline, columns: dict[str, list[int]], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     want = await pipeline.client.complete(ASK)
     steps = pipeline.status("scheduler")["executors"]["executor-1"]["steps"]
     before = exec_epoch(pipeline)
-    say(pipeline, "scheduler", "executor", plan(before, steps + 1, **columns))
+    inject(pipeline, "scheduler", "executor", plan(before, steps + 1, **columns))
     await pipeline.until(
         lambda: before not in [e["epoch"] for e in pipeline.status("scheduler")["executors"].values()]
     )
@@ -179,19 +179,19 @@ async def test_a_slot_that_does_not_exist_fails_the_next_step_typed(pipeline: Pi
     want = await pipeline.client.complete(ASK)
     for slot, tokens in ((BIG, [5]), (3, [])):
         opened = SlotOpen(slot=slot, generation=1, seq=1, prompt_tokens=1, tokens=ints(tokens))
-        say(pipeline, "scheduler", "executor", opened)
+        inject(pipeline, "scheduler", "executor", opened)
         with pytest.raises(Exception, match=r"step \d+ of executor\.executor-1 failed: EngineError: slot"):
             await pipeline.client.complete(ASK)
         assert (await pipeline.client.complete(ASK))["choices"] == want["choices"]
     await pipeline.assert_idle()
 
 
-async def test_a_slot_with_a_token_that_the_weights_lack_is_nobody_elses_error(pipeline: Pipeline) -> None:
+async def test_token_outside_the_weights_is_an_error_of_its_own_slot_alone(pipeline: Pipeline) -> None:
     want = await pipeline.client.complete(ASK)
     opened = SlotOpen(slot=3, generation=1, seq=1, prompt_tokens=1, tokens=ints([BIG]))
-    say(pipeline, "scheduler", "executor", opened)
+    inject(pipeline, "scheduler", "executor", opened)
     assert (await pipeline.client.complete(ASK))["choices"] == want["choices"]
-    say(pipeline, "scheduler", "executor", SlotClose(slot=3, generation=1, last_step=0))
+    inject(pipeline, "scheduler", "executor", SlotClose(slot=3, generation=1, last_step=0))
     await pipeline.assert_idle()
 
 
@@ -204,7 +204,7 @@ async def test_a_result_of_another_length_resets_the_executor_and_loses_no_reque
         frames.append(frame)
         if len(frames) == 3:
             executor = pipeline.runtimes["scheduler-1"].actor._core.state.executors["executor-1"]  # type: ignore[attr-defined]
-            say(pipeline, "executor", "scheduler", result(executor.epoch, executor.in_flight[0].step, 7))
+            inject(pipeline, "executor", "scheduler", result(executor.epoch, executor.in_flight[0].step, 7))
     text = "".join(c["text"] for f in frames if f["type"] == "delta" for c in f["choices"])
     assert text == want["choices"][0]["text"]
     await pipeline.assert_idle()

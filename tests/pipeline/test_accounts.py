@@ -124,9 +124,9 @@ async def end_of(pipeline: Guarded, request: str) -> tuple[str, str]:
     async with asyncio.timeout(60):
         while True:
             asked = pipeline.client.bus.request(subjects.trace(request), b"", timeout_us=60_000_000)
-            told = json.loads((await asked).data)
-            if told["state"] == "ended":
-                return told["choices"][0]["reason"], told["choices"][0]["error"]
+            answered = json.loads((await asked).data)
+            if answered["state"] == "ended":
+                return answered["choices"][0]["reason"], answered["choices"][0]["error"]
 
 
 @pytest.mark.parametrize("prefix", ["_INBOX", "_INBOX.acme", "_INBOX.some.where"])
@@ -156,7 +156,7 @@ async def test_a_service_that_may_only_answer_reaches_any_inbox(pipeline: Guarde
     await keeper.drain()
 
 
-async def test_our_client_and_the_operator_ask_as_before(pipeline: Guarded) -> None:
+async def test_client_and_operator_work_as_before_with_accounts(pipeline: Guarded) -> None:
     bus = await pipeline.connection("acme")
     client = await Client.open(bus, "acme")
     for each in (client, pipeline.client.as_tenant("acme")):
@@ -210,7 +210,7 @@ async def test_a_client_that_waits_for_one_reply_and_vanishes_is_noticed(pipelin
     assert await end_of(pipeline, "alone") == ("error", "the client has gone")
 
 
-async def test_its_own_account_cancels_and_attaches(pipeline: Guarded) -> None:
+async def test_tenant_cancels_and_attaches_in_its_own_account(pipeline: Guarded) -> None:
     async with plain(pipeline, "acme") as first, plain(pipeline, "acme") as second:
         left = await started(first, "acme", "moved")
         read = await second.subscribe(inbox := second.new_inbox())
@@ -235,8 +235,8 @@ async def test_a_tenant_at_its_limits_disturbs_no_other(pipeline: Guarded) -> No
     ):
         both = {"acme": acme, "bob": bob}
         streams = [await started(nc, name, f"of-{name}", max_tokens=400) for name, nc in both.items()]
-        said = "maximum account active connections exceeded|its account has as many as it may"
-        with pytest.raises(SetupError, match=said):  # a reset may overtake the server's words each time
+        reason = "maximum account active connections exceeded|its account has as many as it may"
+        with pytest.raises(SetupError, match=reason):  # a reset may overtake the server's words each time
             url = auth.url_of(pipeline.users, "bob", pipeline.url)
             await NatsBus.connect(url, timeout_s=1)
         await big.publish(f"headrace.v1.generate.bob.{MODEL}", body(prompt="x" * 70_000))

@@ -160,7 +160,7 @@ async def test_an_alias_changes_while_requests_run(two: Two) -> None:
 
 
 @pytest.mark.parametrize("connect", ["memory"], indirect=True)
-async def test_what_an_alias_cannot_be(two: Two) -> None:
+async def test_impossible_alias_is_refused(two: Two) -> None:
     await two.set("chat", big=1)
     with pytest.raises(BadRequest, match="'new' is a name of model 'new'"):
         await two.set("new", big=1)
@@ -394,8 +394,8 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
                 if await stored() == both:
                     break
             await asyncio.sleep(0.05)
-    told = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
-    assert told == [subjects.ALIAS_STREAM]
+    removed = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
+    assert removed == [subjects.ALIAS_STREAM]
     monkeypatch.setattr(aliases, "LOOK_US", 3_600_000_000)
     await two.until(lambda: all(_looks_late(each) for each in two.runtimes.values()))
     await remove()

@@ -34,7 +34,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("family", "form"), FORMS)
-async def test_prompts_and_answers_are_those_of_transformers(family: str, form: str, tmp_path: Path) -> None:
+async def test_prompts_and_answers_equal_transformers_prompts_and_answers(
+    family: str, form: str, tmp_path: Path
+) -> None:
     folder = write_folder(family, tmp_path / "m")
     path = folder if form == "folder" else write_gguf(family, tmp_path / "m.gguf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -217,7 +217,7 @@ async def test_the_clients_of_openai_and_ollama(http: httpx.AsyncClient) -> None
         ({"input": "x", "prompt": "y"}, "prompt", "is not for this path"),
     ],
 )
-async def test_errors_are_those_of_a_chat(
+async def test_embeddings_have_the_errors_of_a_chat(
     http: httpx.AsyncClient, body: dict[str, Any], param: str | None, named: str
 ) -> None:
     reply = await http.post("/v1/embeddings", json={"model": MODEL, **body})

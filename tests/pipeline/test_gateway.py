@@ -319,7 +319,7 @@ async def test_detached_is_not_cancelled(url: str, http: httpx.AsyncClient, pipe
     assert generated() - before == 200
 
 
-async def test_a_slow_reader_is_ended_and_holds_up_nobody(
+async def test_slow_reader_is_ended_and_delays_no_other(
     url: str, http: httpx.AsyncClient, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_UNREAD_BYTES", 20_000)
@@ -338,7 +338,7 @@ async def test_a_slow_reader_is_ended_and_holds_up_nobody(
     assert quick.json()["usage"]["completion_tokens"] == 50
     await pipeline.until(
         lambda: pipeline.status("scheduler")["requests"] == 0
-    )  # ended, though nobody has read it
+    )  # ended, though no client has read it
     got = b""
     while part := await loop.sock_recv(slow, 65536):
         got += part
@@ -404,7 +404,7 @@ async def test_keys_are_tenants(pipeline: Pipeline, tmp_path: Path) -> None:
     await remove_gateway(pipeline, "gateway-2")
 
 
-async def test_a_page_of_another_site_neither_reads_nor_asks(http: httpx.AsyncClient) -> None:
+async def test_page_of_another_site_neither_reads_nor_sends_requests(http: httpx.AsyncClient) -> None:
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
     json_type, own = {"content-type": "application/json"}, str(http.base_url).rstrip("/")
     for path in ("/", "/requests", "/fleet", "/v1/models", "/metrics"):

@@ -143,7 +143,7 @@ async def test_a_line_for_each_request_without_its_prompt(pipeline: Pipeline, tm
     assert "secret" not in path.read_text()
 
 
-async def test_bodies_only_when_asked_for(pipeline: Pipeline, tmp_path: Path) -> None:
+async def test_access_log_has_bodies_only_with_the_setting(pipeline: Pipeline, tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     url = await add_gateway(pipeline, "logged", access_log=AccessLog(str(path), prompts=True))
     await healthy(pipeline, "logged")
@@ -155,7 +155,7 @@ async def test_bodies_only_when_asked_for(pipeline: Pipeline, tmp_path: Path) ->
     assert line["body"] == asked
 
 
-async def test_a_full_disk_costs_lines_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_full_disk_costs_log_lines_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     exchange = Exchange(method="GET", route="/ready", request_id="r")
     access_log = AccessLog("/dev/full")
     with caplog.at_level(logging.INFO, "headrace.gateway"):

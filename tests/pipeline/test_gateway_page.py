@@ -94,7 +94,7 @@ async def files_of(http: httpx.AsyncClient, path: str) -> dict[str, httpx.Respon
         ("/", "page api chat chats dom fleet markdown marked requests"),
     ],
 )
-async def test_its_files_are_open_and_come_from_here_alone(
+async def test_page_files_need_no_key_and_come_from_the_gateway_alone(
     http: httpx.AsyncClient, path: str, scripts: str
 ) -> None:
     files = await files_of(http, path)
@@ -118,11 +118,11 @@ async def test_its_files_are_open_and_come_from_here_alone(
 
 async def test_a_tenant_sees_its_own_requests_and_the_operator_all(http: httpx.AsyncClient) -> None:
     mine, theirs = await ask(http, "one"), await ask(http, "two")
-    acme, bob, everyone = [await seen(http, name) for name in ("one", "two", "three")]
+    acme, bob, operator = [await seen(http, name) for name in ("one", "two", "three")]
     assert mine in acme
     assert theirs not in acme
     assert set(bob) == {theirs}
-    assert {mine, theirs} <= set(everyone)
+    assert {mine, theirs} <= set(operator)
     line = acme[mine]
     assert (line["tenant"], line["status"], line["completion_tokens"]) == ("acme", 200, 3)
     assert "body" not in line
@@ -163,10 +163,10 @@ async def test_a_refused_request_is_in_the_list_with_its_sentence(
 ) -> None:
     headers = {**key("one"), "content-type": "application/json"}
     refused = await http.post("/v1/chat/completions", content=sent, headers=headers)
-    said = refused.json()["error"]["message"]
+    reason = refused.json()["error"]["message"]
     line = await ended(http, "one", refused.headers["x-request-id"])
-    assert sentence in said
-    assert (line["status"], line["message"]) == (status, said)
+    assert sentence in reason
+    assert (line["status"], line["message"]) == (status, reason)
     assert line["message"] not in {each.get("message") for each in (await seen(http, "two")).values()}
 
 
@@ -177,7 +177,7 @@ async def test_a_request_without_a_key_is_in_no_list(http: httpx.AsyncClient) ->
     assert await seen(http, "three") == before
 
 
-async def test_its_data_need_the_key(http: httpx.AsyncClient) -> None:
+async def test_page_data_need_the_key(http: httpx.AsyncClient) -> None:
     for path in ("/requests", "/requests/x", "/fleet"):
         assert (await http.get(path)).status_code == 401
     assert (await http.get("/fleet", headers=key("one"))).status_code == 403
@@ -203,7 +203,7 @@ async def test_the_list_is_bounded(http: httpx.AsyncClient) -> None:
     assert {line["error"] for line in listed.values()} == {"invalid_request_error"}
 
 
-async def test_without_keys_everything_is_shown(pipeline: Pipeline) -> None:
+async def test_page_shows_everything_without_keys(pipeline: Pipeline) -> None:
     url = await add_gateway(pipeline, "open")
     await healthy(pipeline, "open")
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:

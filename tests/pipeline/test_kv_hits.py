@@ -1,5 +1,5 @@
 """Never a wrong token, part two: a prefix is worth the same wherever it lies, and KV of another tenant, of
-another model layout, or damaged in the remote store, is nobody's hit."""
+another model layout, or damaged in the remote store, is no hit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Never a wrong token, part one: whoever is paused at any time, loses everything that the device holds of it
-and is brought back from L1 has the tokens and the logits of one that was never paused.
+"""Never a wrong token, part one: a sequence that is paused at any time, loses everything that the device
+holds of it and is brought back from L1 has the tokens and the logits of one that was never paused.
 
 Every test compares bytes that come up with those that went down: support/pipeline/forced_pauses.py.
 """
@@ -79,7 +79,7 @@ async def test_a_pause_at_every_step(mode: str, model: Path) -> None:
 
 
 class Dice:
-    """Pauses some of those who run, now and then; seeded."""
+    """Pauses some of the running sequences, now and then; seeded."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -98,7 +98,8 @@ async def batch(pipeline: Tiered, tenant: str) -> list[Answer]:
 
 
 def rounds(enough: Callable[[], bool]) -> Iterator[int]:
-    """At most ten, until something has happened often enough: who runs with whom is up to the machine."""
+    """At most ten, until something has happened often enough: which sequences run together is up to the
+    machine."""
     for number in range(10):
         yield number
         if enough():
@@ -123,7 +124,7 @@ async def test_random_pauses_in_a_batch_of_16(seed: int, mode: str, model: Path)
 
 
 async def test_a_batch_that_does_not_fit(slow_model: Path) -> None:
-    """Nobody forces anything: too few blocks, and the usual policies."""
+    """No pause is forced: too few blocks, and the usual policies."""
     async with Tiered.up(slow_model, **{**SIZES, "kv_blocks": 30, "policy": ""}) as pipeline:
         async with Tiered.up(slow_model, **SIZES, l1="off") as roomy:
             calm = await batch(roomy, "calm")

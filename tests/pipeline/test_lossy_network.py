@@ -1,4 +1,4 @@
-"""A network that loses, doubles and reorders what one service says and hears costs no answer."""
+"""A network that loses, doubles and reorders the messages of one service costs no answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REQUESTS = 75  # three at a time
 async def answers(
     fleet: VirtualFleet, client: Client, timeout_s: float = 60, requests: int = REQUESTS
 ) -> list[str]:
-    """Of plain requests and streams in turn."""
+    """Plain requests and streams in turn."""
 
     async def ask(number: int) -> str:
         body: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_a_lossy_network_costs_no_answer(
 
 @dataclass
 class DeafTo(MemoryBroker):
-    """Loses all messages of some kinds: (kind of who hears them, class of the message)."""
+    """Loses all messages of some kinds: (kind of the receiver, class of the message)."""
 
     kinds: set[tuple[str, str]] = field(default_factory=set)
 
@@ -91,7 +91,7 @@ class DeafTo(MemoryBroker):
             super().put(delivery)
 
 
-def test_a_hole_costs_a_stream_one_new_attempt_beside_a_request_that_nobody_reads(
+def test_hole_costs_a_stream_one_new_attempt_beside_a_request_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = served(tmp_path)
@@ -158,7 +158,7 @@ def test_a_hole_that_is_open_longer_than_a_closed_request_is_kept_costs_no_answe
 def test_a_broker_that_is_away_for_a_minute_costs_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizers: int
 ) -> None:
-    """What was published just before and meanwhile arrives when it is back. Nobody is given up for it."""
+    """What was published just before and meanwhile arrives when it is back. No request is given up for it."""
     model = served(tmp_path)
     monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
 
@@ -227,7 +227,7 @@ def test_a_client_that_was_cut_off_gets_each_answer_that_it_has_missed(
 
 @pytest.mark.parametrize("wall_s", [2, -2, 600, -600, 172_800, -172_800])
 @pytest.mark.parametrize("stepped", [False, True], ids=["set apart", "stepped in the middle"])
-def test_a_lost_answer_is_computed_again_whatever_the_wall_clocks_say(
+def test_lost_answer_is_computed_again_at_any_difference_of_the_wall_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall_s: int, *, stepped: bool
 ) -> None:
     """One tokenizer's wall clock differs from those of the other processes. A client that has lost answers

@@ -28,7 +28,7 @@ OTHERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-async def test_it_stays_out_until_it_is_alone(what: str, tmp_path: Path) -> None:
+async def test_executor_of_another_kind_stays_out_until_it_is_alone(what: str, tmp_path: Path) -> None:
     folder = write_small_llama(tmp_path / "m", hidden=64, layers=2)
     async with Tiered.up(folder, l1="off") as pipeline:
         state = pipeline.forced.state

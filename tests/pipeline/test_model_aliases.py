@@ -101,7 +101,7 @@ async def test_requests_over_nats(pipeline: Pipeline) -> None:
         await pipeline.client.complete({**ASKED, "model": "fourth"})
 
 
-async def test_the_scheduler_and_the_executor_know_the_first_name_alone(pipeline: Pipeline) -> None:
+async def test_scheduler_and_executor_have_the_first_name_alone(pipeline: Pipeline) -> None:
     peers = pipeline.runtimes["scheduler-1"].mailbox.peers
     assert {peers.models(kind)[0] for kind in ("tokenizer", "executor", "scheduler", "detokenizer")} == {
         NAMES[0]

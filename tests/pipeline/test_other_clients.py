@@ -189,9 +189,9 @@ async def test_ollama_loads_and_thinks(llama: ollama.AsyncClient) -> None:
         await llama.generate(model="llama9")
     assert unknown.value.status_code == 404
     levels: tuple[Any, ...] = (True, False, "low")
-    said = [await llama.chat(model=MODEL, messages=QUESTION, options=OPTIONS, think=t) for t in levels]
+    answers = [await llama.chat(model=MODEL, messages=QUESTION, options=OPTIONS, think=t) for t in levels]
     assert all(
-        "Paris" in (answer.message.content or "") for answer in said
+        "Paris" in (answer.message.content or "") for answer in answers
     )  # its template has no such variable
 
 

@@ -46,7 +46,7 @@ async def test_a_plain_request_gets_one_openai_shaped_reply(pipeline: Pipeline) 
     await pipeline.assert_idle()
 
 
-async def test_a_stream_says_the_same_as_the_plain_reply(pipeline: Pipeline) -> None:
+async def test_stream_has_the_same_text_as_the_plain_reply(pipeline: Pipeline) -> None:
     reply = await pipeline.client.complete(CHAT)
     frames = [frame async for frame in pipeline.client.stream(CHAT)]
     assert [frames[0]["type"], frames[-1]["type"]] == ["accepted", "done"]
@@ -175,5 +175,5 @@ async def test_two_fleets_on_one_server_do_not_deny_each_other(pipeline: Pipelin
     for model in ("another-model", CHAT["model"]) * 3:
         assert (await pipeline.client.complete({**CHAT, "model": model}))["model"] == model
     with pytest.raises(UnknownModel):
-        await pipeline.client.complete({**CHAT, "model": "nobody's"})
+        await pipeline.client.complete({**CHAT, "model": "absent"})
     await other.stop()

@@ -1,4 +1,4 @@
-"""SmolLM2-135M in f32 through all five services: the reference ids of transformers, whatever the
+"""SmolLM2-135M in f32 through all five services: the reference ids of transformers, at any
 window, the chunk budget and the company. Ids are read off the wire, not guessed from text. One step at a
 time: test_kv_real_model.py."""
 
@@ -88,11 +88,11 @@ async def test_greedy_ids_equal_the_reference(mode: str) -> None:
 
 async def test_a_second_turn_computes_only_what_is_new() -> None:
     pipeline, _ = await in_memory()
-    talk = [{"role": "user", "content": CASES[0]["prompt"]}]
-    body: dict[str, Any] = {"model": MODEL, "messages": talk, "temperature": 0, "max_tokens": 40}
+    messages = [{"role": "user", "content": CASES[0]["prompt"]}]
+    body: dict[str, Any] = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 40}
     first = await pipeline.client.complete(body)
     answer = first["choices"][0]["message"]
-    more = [*talk, answer, {"role": "user", "content": "And what else?"}]
+    more = [*messages, answer, {"role": "user", "content": "And what else?"}]
     second = await pipeline.client.complete({**body, "messages": more})
     usage = first["usage"]
     known = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last token's KV was never needed
@@ -128,7 +128,7 @@ async def test_seeded_sampling_does_not_depend_on_its_company(over_nats: tuple[P
     pipeline, tap = over_nats
 
     def body(request: str, seed: int) -> dict[str, Any]:
-        question = [{"role": "user", "content": "Tell me about rivers."}]
+        question = [{"role": "user", "content": "Describe some rivers."}]
         sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": seed, "max_tokens": 24}
         return {"model": MODEL, "messages": question, "request_id": request, **sampling}
 

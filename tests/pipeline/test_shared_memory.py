@@ -30,7 +30,7 @@ class Processes:
     restarts: int = 0
     is_ending: bool = False
     on: bool = True
-    told: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     @property
@@ -38,12 +38,12 @@ class Processes:
         return self.is_ending or self.on
 
     def start(self) -> None:
-        self.told.append("start")
+        self.events.append("start")
         self.on = True
         self.tasks.append(asyncio.create_task(self.pipeline.add("executor", "executor-1")))
 
     def stop(self) -> None:
-        self.told.append("stop")
+        self.events.append("stop")
         self.on, self.is_ending = False, True
         self.tasks.append(asyncio.create_task(self._finish()))
 
@@ -58,7 +58,7 @@ class Host:
     two: Pipeline
     bus: Bus
     clock: FakeClock = field(default_factory=FakeClock)
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     @classmethod
     async def up(cls, awake_gib: float = 6) -> Host:
@@ -76,7 +76,7 @@ class Host:
         host = cls(one, two, await connect())
         names, mib = {ONE: Processes(one), TWO: Processes(two)}, int(awake_gib * 1024)
         here = one.settings.host_id
-        host.agent = HostAgent(host.bus, "shared", here, names, mib, host.clock, host.said.append)
+        host.agent = HostAgent(host.bus, "shared", here, names, mib, host.clock, host.lines.append)
         host.serving = asyncio.create_task(host.agent.run())
         await host.until(lambda: len(host.agent.peers.sources()) == 10)
         return host
@@ -92,7 +92,7 @@ class Host:
             await self.agent.apply_rule()
 
     async def later(self, by_us: int) -> None:
-        """Let time go on, and hear the heartbeats of then."""
+        """Let time go on, and receive the heartbeats of then."""
         self.clock.advance(by_us)
         now_us, peers = self.clock.now_us(), self.agent.peers
         seen = lambda: [peers.get(source) for source in peers.sources()]  # noqa: E731
@@ -124,7 +124,7 @@ async def test_the_busier_model_wakes_after_the_least_time_of_the_other() -> Non
     assert host.states() == ["loaded", "loaded"]
     await host.turn()
     await host.until_states("loaded", "asleep")
-    assert host.said == [f"{TWO} goes to sleep: others need its memory"]
+    assert host.lines == [f"{TWO} goes to sleep: others need its memory"]
     waits = ask(host.two, TWO)
     await host.until_work(TWO)
     await host.later(LEAST_AWAKE_US - 1_000_000)
@@ -210,7 +210,7 @@ async def test_one_that_does_not_fit_is_refused_with_its_need() -> None:
     host = await Host.up(awake_gib=3)
     await host.turn()
     await host.until_states("unloaded", "unloaded")
-    assert f"{ONE} is unloaded: {ONE} needs 4.0 GiB awake, and the models here share 3.0" in host.said[0]
+    assert f"{ONE} is unloaded: {ONE} needs 4.0 GiB awake, and the models here share 3.0" in host.lines[0]
     with pytest.raises(BadRequest, match=r"needs 4\.0 GiB awake"):
         host.agent.load(ONE)
     await host.down()
@@ -227,7 +227,7 @@ async def test_one_that_dies_while_it_loads_is_given_up() -> None:
     host.agent._models[TWO].held = False
     processes.restarts += 2
     await host.turn()
-    assert "its executor has ended each time while it loaded" in host.said[-1]
+    assert "its executor has ended each time while it loaded" in host.lines[-1]
     assert host.agent._now(TWO, CHANGE_US).work == 0
     processes.tasks.clear()
     await host.down()

@@ -17,8 +17,8 @@ from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
 
 PINGS = 3
-SAID: Any = [{"role": "user", "content": "Hello"}]
-CHAT: Any = {"model": MODEL, "messages": SAID, "max_tokens": 4, "stream": True}
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+CHAT: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4, "stream": True}
 ASKED: dict[str, tuple[dict[str, Any], str, bytes]] = {  # path: body, media type, ping
     "/v1/chat/completions": (CHAT, "text/event-stream", b": ping\n"),
     "/v1/completions": ({"model": MODEL, "prompt": "x", "stream": True}, "text/event-stream", b": ping\n"),
@@ -97,14 +97,14 @@ async def openai_response(url: str) -> str:
 async def claude(url: str) -> str:
     from anthropic import AsyncAnthropic
 
-    asked: Any = {"model": MODEL, "messages": SAID, "max_tokens": 4}
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
     client = AsyncAnthropic(base_url=url, api_key="any", max_retries=0)
     async with client, client.messages.stream(**asked) as stream:
         return "".join([text async for text in stream.text_stream])
 
 
 async def llama(url: str) -> str:
-    stream = await ollama.AsyncClient(url).chat(MODEL, SAID, stream=True, options={"num_predict": 4})
+    stream = await ollama.AsyncClient(url).chat(MODEL, MESSAGES, stream=True, options={"num_predict": 4})
     return "".join([part.message.content or "" async for part in stream])
 
 

@@ -32,7 +32,7 @@ async def request(pipeline: Pipeline, subject: str, text: str = "") -> dict[str,
 
 
 async def until_state(pipeline: Pipeline, wanted: str) -> None:
-    """Until the scheduler and the list of models say so."""
+    """Until the scheduler and the list of models show it."""
     await pipeline.until(lambda: pipeline.status("scheduler")["states"] == {"executor-1": wanted})
     async with asyncio.timeout(60):
         while True:

@@ -1,4 +1,4 @@
-"""A KV cache that holds a part of the context: who does not say how long an answer may be is served."""
+"""A KV cache that holds a part of the context: a request without a length is served."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_completion_that_names_no_length_gets_what_fits(pipeline: Pipeli
 @pytest.mark.parametrize(
     ("more", "param"), [({"max_tokens": 400}, "max_tokens"), ({"prompt": [5] * CACHE}, "prompt")]
 )
-async def test_what_does_not_fit_is_refused_by_its_field(
+async def test_request_that_does_not_fit_is_refused_by_its_field(
     pipeline: Pipeline, more: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(BadRequest, match="the KV cache holds 320") as refused:
@@ -95,7 +95,7 @@ async def test_a_context_without_room_for_a_chat_of_one_word_ends_the_start(
     )
 
 
-async def test_readiness_asks_as_a_user_would_and_leaves_nothing(
+async def test_readiness_check_sends_a_users_request_and_leaves_nothing(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -113,7 +113,7 @@ async def test_readiness_asks_as_a_user_would_and_leaves_nothing(
     await pipeline.assert_idle()
 
 
-async def test_readiness_asks_a_model_without_a_template_for_a_completion(
+async def test_readiness_check_sends_a_completion_to_a_model_without_a_template(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline.runtimes["tokenizer-1"].actor._model.template, "_template", None)  # type: ignore[attr-defined]

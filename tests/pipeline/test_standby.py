@@ -40,18 +40,18 @@ async def answers(pipeline: Pipeline, tokens: int = 4) -> set[str]:
     return set(await asyncio.gather(*(ask(pipeline, tokens) for _ in range(REQUESTS))))
 
 
-async def test_the_one_without_executors_is_not_asked(pipeline: Pipeline) -> None:
+async def test_standby_scheduler_without_executors_gets_no_request(pipeline: Pipeline) -> None:
     right = await answers(pipeline)
     assert len(right) == 1
     await pipeline.add("scheduler", "scheduler-0")  # the first by its name
     await pipeline.runtimes.pop("tokenizer-1").finish(5)
-    await pipeline.add("tokenizer", "tokenizer-1")  # which has seen nobody come
+    await pipeline.add("tokenizer", "tokenizer-1")  # which has seen no scheduler come
     assert await answers(pipeline) == right
     standby = pipeline.runtimes["scheduler-0"].actor.status()
     assert (standby["executors"], standby["measured"]["queue"]["rejected"]) == ({}, {})
 
 
-async def test_it_takes_over_without_one_503(pipeline: Pipeline) -> None:
+async def test_standby_scheduler_takes_over_without_one_503(pipeline: Pipeline) -> None:
     right = await answers(pipeline, 400)
     await pipeline.add("scheduler", "scheduler-2")
     asked = asyncio.ensure_future(answers(pipeline, 400))

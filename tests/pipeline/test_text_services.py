@@ -181,7 +181,7 @@ async def test_a_plain_request_and_its_trace(world: World, scheduler: HandSchedu
     assert (asked.tenant, asked.request, trace) == ("acme", "r9", TRACE)
     assert asked.sent_wall_us >= asked.received_wall_us > 0
     async with asyncio.timeout(60):
-        while len(scheduler.got) < 2:  # the last frame leaves before it is told
+        while len(scheduler.got) < 2:  # the last frame leaves before it gets the end
             await asyncio.sleep(0)
     (ended,) = scheduler.got[1:]
     assert isinstance(ended, Ended)
@@ -189,9 +189,7 @@ async def test_a_plain_request_and_its_trace(world: World, scheduler: HandSchedu
     assert 0 < ended.first_wall_us <= ended.built_wall_us <= ended.sent_wall_us
 
 
-async def test_the_defaults_that_a_model_states_are_those_of_each_request(
-    world: World, tmp_path: Path
-) -> None:
+async def test_models_stated_defaults_apply_to_each_request(world: World, tmp_path: Path) -> None:
     """Also of one that is stored: sent again to a model that states others, it is the same."""
     folder = write_hf_folder(tmp_path / "m")
     (folder / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 9}')
@@ -303,10 +301,10 @@ async def replies_to(world: World, subject: str) -> list[dict[str, Any]]:
     return [json.loads(delivery.data) for delivery in got]
 
 
-async def test_a_subject_that_somebody_else_serves_is_left_to_that_one(
+async def test_subject_of_a_foreign_service_is_left_to_that_service(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another version, perhaps: nothing was heard of it."""
+    """A service of another version, perhaps: no heartbeat of it came."""
     monkeypatch.setattr(queries, "LOOK_EVERY_S", 0)
     await world.run(tokenizer.build(world.settings), "t1")
     bus = world.broker.connect()
@@ -320,7 +318,7 @@ async def test_a_subject_that_somebody_else_serves_is_left_to_that_one(
     assert [await replies_to(world, subject) for _ in range(2)] == [[{"by": "another"}]] * 2
     await questions.cancel()
     by_us, by_another = sorted(await replies_to(world, subject), key=len, reverse=True), {"by": "another"}
-    assert by_another in by_us  # and a 404, since it does not say that it listens
+    assert by_another in by_us  # and a 404, since it does not announce that it listens
     assert len(by_us) == 2
 
 
@@ -333,7 +331,7 @@ class Elsewhere(Actor):
         return HeartbeatPayload(model="other")
 
 
-async def test_a_model_whose_tokenizer_has_just_died_is_unavailable_and_not_unknown(world: World) -> None:
+async def test_model_whose_tokenizer_has_just_died_is_unavailable_and_not_unknown(world: World) -> None:
     await world.run(tokenizer.build(world.settings), "t1")
     await world.run(Elsewhere(), "t2")
     (reply,) = await replies_to(world, subjects.generate("public", "other"))
@@ -341,7 +339,7 @@ async def test_a_model_whose_tokenizer_has_just_died_is_unavailable_and_not_unkn
     assert (error["code"], error["retry_after_ms"]) == (503, 1_000)
 
 
-async def test_a_model_whose_tokenizer_dies_right_after_it_has_listened(
+async def test_model_whose_tokenizer_dies_right_after_subscribing_is_unavailable(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request is judged by a question that came after it, never by one before it."""
@@ -447,7 +445,7 @@ async def test_a_client_that_leaves_is_reported(world: World, scheduler: HandSch
     assert Detached(seqs=ints([1])) in scheduler.got
 
 
-async def test_a_scheduler_that_dies_before_it_has_left_the_request_is_told_to_its_clients(
+async def test_clients_get_the_death_of_a_scheduler_that_had_not_left_their_request(
     world: World,
 ) -> None:
     await world.run(tokenizer.build(world.settings), "t1")
@@ -460,7 +458,7 @@ async def test_a_scheduler_that_dies_before_it_has_left_the_request_is_told_to_i
     await asyncio.sleep(0)
     await world.broker.settle()
     assert shard.status()["requests"] == 1
-    actor.mailbox.epoch += 1  # whatever the next incarnation says first
+    actor.mailbox.epoch += 1  # any first message of the next incarnation
     actor.mailbox.send("detokenizer.d1", Close(seq=9, final=0, reason="moved"))
     error = json.loads((await asking).data)["error"]
     assert (error["code"], error["message"]) == (503, "the scheduler was restarted; send the request again")
@@ -468,9 +466,7 @@ async def test_a_scheduler_that_dies_before_it_has_left_the_request_is_told_to_i
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_scheduler_that_dies_costs_no_request_that_it_has_left_behind(
-    world: World, stream: bool
-) -> None:
+async def test_scheduler_that_dies_costs_no_request_that_it_has_left(world: World, stream: bool) -> None:
     await world.run(tokenizer.build(world.settings), "t1")
     shard = detokenizer.build(world.settings)
     await world.run(shard, "d1")
@@ -507,7 +503,7 @@ def gone_from(actor: Any, kind: str) -> None:
     actor.on_peer_gone(gone)
 
 
-async def test_a_cancel_is_heard_while_no_scheduler_lives(world: World) -> None:
+async def test_cancel_is_received_while_no_scheduler_lives(world: World) -> None:
     await world.run(tokenizer.build(world.settings), "t1")
     shard = detokenizer.build(world.settings)
     await world.run(shard, "d1")
@@ -616,7 +612,7 @@ IN_NO_NAME = [subjects.MODELS, subjects.STATUS, "$SRV.PING", "$SRV.STATS.headrac
         *((subject, "headrace-operator") for subject in IN_NO_NAME),
     ],
 )
-async def test_an_answer_goes_only_below_the_inbox_of_whoever_may_ask(
+async def test_answer_goes_only_below_the_inbox_of_a_permitted_requester(
     settings: Settings, subject: str, place: str
 ) -> None:
     """A tenant may not publish there, but a service may."""
@@ -644,7 +640,7 @@ async def test_an_answer_goes_only_below_the_inbox_of_whoever_may_ask(
         for reply in (f"_INBOX.{place}.x", f"_INBOX.{place}.headrace-gateway.1.x"):
             world.client.publish(subject, json.dumps(CHAT).encode(), reply=reply)
             async with asyncio.timeout(60):
-                while not got:  # whether anybody serves the model is asked of the server first
+                while not got:  # the server is queried first whether the model is served
                     await asyncio.sleep(0.001)
                     await world.broker.settle()
             assert set(got) == {reply}
@@ -692,7 +688,7 @@ async def test_questions_without_a_reply_subject_are_ignored(world: World, sched
     assert scheduler.got == []
 
 
-async def test_lost_messages_are_asked_for_again(world: World, scheduler: HandScheduler) -> None:
+async def test_lost_messages_are_requested_again(world: World, scheduler: HandScheduler) -> None:
     """Until its scheduler opens the request again it has a hole."""
     scheduler.hold = True
     shard = detokenizer.build(world.settings)

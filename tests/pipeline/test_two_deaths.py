@@ -51,7 +51,7 @@ async def answers(client: Client) -> list[str]:
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("fault", ["die", "hang"])
 @pytest.mark.parametrize("order", [("detokenizer", "scheduler"), ("scheduler", "detokenizer"), ()])
-def test_both_at_once_cost_no_request(
+def test_two_deaths_at_once_cost_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...], fault: str, second: bool
 ) -> None:
     """One a second before the other, or both at once; another scheduler is there, or comes later."""
@@ -66,7 +66,7 @@ def test_both_at_once_cost_no_request(
         expected = await answers(client)
         await asyncio.sleep(1)
         copies = [fleet.runtimes[name].actor.status()["backups"] for name in names[2:4]]
-        assert copies == [0, 0], "what is answered is kept by nobody"
+        assert copies == [0, 0], "what is answered is kept by no tokenizer"
         if second:
             await fleet.add("scheduler")
             await asyncio.sleep(2)
@@ -114,11 +114,11 @@ async def leave(fleet: VirtualFleet, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["drain", "die", "hang"])
-def test_what_is_answered_is_not_answered_again_when_both_have_gone_later(
+def test_answered_request_is_not_answered_again_when_both_have_gone_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """A detokenizer leaves or dies with what it has not told yet, or the one that keeps the copies hangs and
-    does not hear it. Later the idle scheduler leaves, and in the end both have."""
+    """A detokenizer leaves or dies with what it has not sent yet, or the one that keeps the copies hangs and
+    does not receive it. Later the idle scheduler leaves, and in the end both have."""
     model = served(tmp_path)
     monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
 
@@ -160,7 +160,7 @@ def test_what_is_answered_is_not_answered_again_when_both_have_gone_later(
             await asyncio.sleep(12)
             hang.wake()
         await asyncio.sleep(45 if fault == "die" else 10)
-        answered = Counter(ends)  # what hung says once more what was said meanwhile
+        answered = Counter(ends)  # the service that hung repeats what was sent meanwhile
         assert len(answered) == 2 * REQUESTS
         assert fleet.runtimes[keeper].actor.status()["backups"] == 0
         if fault == "hang":

@@ -77,19 +77,19 @@ async def chats(
     return await asyncio.gather(*(chat(pipeline, number, tokens) for number in numbers))
 
 
-def texts(told: list[list[tuple[str, int, int]]]) -> list[list[str]]:
-    return [[text for text, _, _ in turns] for turns in told]
+def texts(answers: list[list[tuple[str, int, int]]]) -> list[list[str]]:
+    return [[text for text, _, _ in turns] for turns in answers]
 
 
 async def test_each_turn_finds_the_turns_before_it(pipeline: Pipeline) -> None:
-    told = await chats(pipeline, range(24))
+    answers = await chats(pipeline, range(24))
     counted = [
         runtime.actor._core.state.counters.prefix_hit_tokens
         for runtime in pipeline.runtimes.values()
         if isinstance(runtime.actor, SchedulerActor)
     ]
     assert min(counted) > 0, "both schedulers work"
-    for turns in told:
+    for turns in answers:
         for (_, before, _), (_, prompt, cached) in pairwise(turns):
             assert before - 16 <= cached < prompt
     await pipeline.until(lambda: not any(status_of(pipeline, "requests")))

@@ -1,4 +1,5 @@
-"""Two tenants and one id: whatever reads or ends a request by its id does so for the tenant that owns it.
+"""Two tenants and one id: each command that reads or ends a request by its id does so for the tenant that
+owns it.
 
 The HTTP paths are those of the application and the verbs those of the permissions: a new one is tried, too.
 """
@@ -99,9 +100,9 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 async def everything_of(world: World, tenant: str) -> dict[str, str]:
     """What a tenant has under ids: the ids, by the path where its owner reads them."""
-    said = [{"role": "user", "content": SECRET}]
+    messages = [{"role": "user", "content": SECRET}]
     short = {"model": MODEL, "max_tokens": 3}
-    asked = {**short, "messages": said, "request_id": ID}
+    asked = {**short, "messages": messages, "request_id": ID}
     assert (await world.call(tenant, "POST", "/v1/chat/completions", json=asked)).status_code == 200
     later = {**asked, "request_id": "later-id"}
     await world.call(tenant, "POST", "/v1/chat/completions", json=later, headers=LATER)
@@ -113,7 +114,7 @@ async def everything_of(world: World, tenant: str) -> dict[str, str]:
         "custom_id": SECRET,
         "method": "POST",
         "url": "/v1/chat/completions",
-        "body": {**short, "messages": said},
+        "body": {**short, "messages": messages},
     }
     form: Any = {"files": {"file": (f"{SECRET}.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
     file = (await world.call(tenant, "POST", "/v1/files", **form)).json()["id"]
@@ -132,7 +133,7 @@ async def everything_of(world: World, tenant: str) -> dict[str, str]:
     return paths
 
 
-async def heard(world: World, verb: str, name: str, body: Any, tenant: str = "bob") -> list[bytes]:
+async def responses(world: World, verb: str, name: str, body: Any, tenant: str = "bob") -> list[bytes]:
     """What the services answer a tenant."""
     answers: list[bytes] = []
 
@@ -183,12 +184,12 @@ async def test_no_path_and_no_verb_reads_or_ends_what_another_tenant_has(world: 
         for name in names:
             for each in ids if verb in ("files", "batches") else ids[:1]:
                 body = {"id": each, "chunk": 0} if verb in ("files", "batches") else {}
-                for data in await heard(world, verb, name, body):
+                for data in await responses(world, verb, name, body):
                     assert SECRET.encode() not in data, (verb, name, data)
                     assert b'"accepted"' not in data, "nothing of acme is attached to"
     own = world.pipeline.client.as_tenant("acme").stream({**running, "request_id": "own"})
     assert (await anext(own))["type"] == "accepted"
-    assert b'"accepted"' in (await heard(world, "attach", "own", {}, "acme"))[0]
+    assert b'"accepted"' in (await responses(world, "attach", "own", {}, "acme"))[0]
     frames = [frame async for frame in stream]
     assert frames[-1]["usage"]["completion_tokens"] == 3_000, "no verb of bob has ended it"
     for path in paths:

@@ -119,7 +119,7 @@ def test_one_that_dies_with_requests_that_wait_for_a_scheduler_costs_none(model:
         asking = asyncio.create_task(house.answers([BODY] * REQUESTS))
         await asyncio.sleep(4)
         assert house.status("pending") == [REQUESTS // 2] * 2
-        assert house.status("taken_over") == [0, 0], "an owner that waits says so"
+        assert house.status("taken_over") == [0, 0], "an owner that waits announces it"
         await house.fleet.kill(house.tokenizers[0])
         await house.fleet.add("scheduler")
         assert len(set(await asking)) == 1
@@ -158,13 +158,13 @@ def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
         for name in house.tokenizers:
             core, hang = house.actor(name), house.hang_of(name)
 
-            def stop_behind(*args: Any, hang: Hang = hang, send: Any = core._send) -> None:
+            def stop_after(*args: Any, hang: Hang = hang, send: Any = core._send) -> None:
                 send(*args)
                 if not hung:
                     hung.append(hang)
                     hang.hang()
 
-            core._send = stop_behind
+            core._send = stop_after
         body = {**BODY, "stream": stream, "temperature": 1}
         for name, value in (("in its prompt", {"prompt": "request_id"}), ("null", {"request_id": None})):
             body |= value if named == name else {}
@@ -181,7 +181,9 @@ def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_waits_unread_at_a_busy_tokenizer_is_answered_once(model: ServedModel, late: bool) -> None:
+def test_request_that_waits_unread_at_a_busy_tokenizer_is_answered_once(
+    model: ServedModel, late: bool
+) -> None:
     """Nor is it taken over, unless it waits there for UNOWNED_US. Every fourth is refused."""
 
     async def test(house: House) -> None:
@@ -201,7 +203,8 @@ def test_what_waits_unread_at_a_busy_tokenizer_is_answered_once(model: ServedMod
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_one_that_leaves_takes_over_nothing_of_one_that_stays(model: ServedModel, leaves: bool) -> None:
-    """It hears what the others say until it has gone. No scheduler comes, and each client is told once."""
+    """It receives the others' messages until it has gone. No scheduler comes, and each client gets one
+    error."""
 
     async def test(house: House) -> None:
         reader = Reader(house.fleet.broker.connect())

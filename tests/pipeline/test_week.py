@@ -126,7 +126,7 @@ async def live(fleet: VirtualFleet, span: Span) -> tuple[list[dict[str, int]], d
 
 
 @pytest.mark.timeout(1800)  # the week takes three to seven minutes
-def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collections_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     span = WEEK if "HEADRACE_WEEK" in os.environ else SHORT
     model = served(tmp_path)
     monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
@@ -154,7 +154,7 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert name in samples[-1], "it is looked at"
 
 
-def test_what_grows_is_seen() -> None:
+def test_growing_collection_is_found() -> None:
     def sample(heap: int, burst: int) -> dict[str, int]:
         return {"Deadlines.heap": heap, "State.requests": burst}
 

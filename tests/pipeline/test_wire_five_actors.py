@@ -99,7 +99,7 @@ async def test_a_stop_string_across_tokens_ends_the_sequence(house: House) -> No
 
 async def test_a_stop_string_races_with_the_end_by_length(house: House) -> None:
     """The scheduler has closed by length when StopFound arrives: the earliest index wins, and Ended,
-    which says the truth, comes last."""
+    which has the true reason, comes last."""
     stop, index = stop_string(2, 2)
     house.broker.delay("hr.f.scheduler.s0.in.StopFound", by=10_000)
     frames = await house.ask(PROMPT, max_tokens=8, stop=(stop,))
@@ -114,7 +114,7 @@ async def test_a_stop_string_races_with_the_end_by_length(house: House) -> None:
     assert frames.text(0) == text_of(ids_of(house)[:index])
 
 
-async def test_a_lost_message_is_asked_for_and_nothing_is_out_of_order(house: House) -> None:
+async def test_lost_message_is_requested_and_the_order_is_kept(house: House) -> None:
     house.broker.drop("hr.f.detokenizer.d0.in.Tokens")
     frames = await house.ask(PROMPT, max_tokens=3)
     assert house.between("D") == [
@@ -156,7 +156,7 @@ async def test_a_lost_tail_shows_once_the_stream_is_silent(house: House) -> None
     assert final_of(house) == ("ended", 1, "length")
 
 
-async def test_a_lost_announcement_of_a_lost_tail_is_said_again(house: House) -> None:
+async def test_lost_announcement_of_a_lost_tail_is_repeated(house: House) -> None:
     house.broker.drop("hr.f.executor.e0.in.StepPlan")
     house.broker.drop("hr.f.executor.e0.in.StreamAt")
     await house.ask(PROMPT, max_tokens=1)
@@ -307,7 +307,7 @@ async def test_an_executor_restart_goes_on_with_the_same_ids(house: House) -> No
 
 
 async def test_a_plan_for_the_dead_incarnation_never_reaches_the_new_one(house: House) -> None:
-    """The scheduler speaks to the mailbox before it knows of the restart."""
+    """The scheduler sends to the mailbox before it has seen the restart."""
     await house.ask(PROMPT, max_tokens=2)
     await house.kill("executor.e0")
     await house.ask(PROMPT, "r2", max_tokens=3)
@@ -362,9 +362,9 @@ async def test_a_dead_detokenizer_is_replaced_and_gets_all_tokens(house: House) 
     house.scheduler.tiers.restore(house.scheduler.sequences[1])
     await house.broker.settle()
     ids = expected_ids(PROMPT, 7, 0, 4)
-    told = [frame for frame in frames.of(0) if "text" in frame]
-    assert [frame["first"] for frame in told] == [0, 1, 0, 2, 3], "tokens 0 and 1 come again, at index 0"
-    assert "".join(frame["text"] for frame in told[2:]) == text_of(ids)
+    texts = [frame for frame in frames.of(0) if "text" in frame]
+    assert [frame["first"] for frame in texts] == [0, 1, 0, 2, 3], "tokens 0 and 1 come again, at index 0"
+    assert "".join(frame["text"] for frame in texts[2:]) == text_of(ids)
     assert final_of(house) == ("ended", 4, "length")
 
 

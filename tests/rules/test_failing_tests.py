@@ -1,4 +1,4 @@
-"""A test that fails leaves no process behind, and does not wait for one."""
+"""A test that fails leaves no process, and does not wait for one."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ HANGING = (
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 
-# Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
+# The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
     "services/scheduler/admission.py", "services/scheduler/lifecycle.py",
     "services/scheduler/results.py", "services/scheduler/step_planner.py",
@@ -191,7 +191,7 @@ def test_no_room_exceeds_its_budget() -> None:
     assert over == {}
 
 
-def test_what_hangs_off_the_path_is_imported_by_core_and_actor_alone() -> None:
+def test_capability_off_the_path_is_imported_by_core_and_actor_alone() -> None:
     knows = {
         name
         for name in on_the_path()

@@ -1,4 +1,4 @@
-"""docs/reference/limits.md says what the code holds: each constant it names has the number it gives."""
+"""docs/reference/limits.md states what the code holds: each constant it names has the number it gives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_page_has_its_rows() -> None:
 
 
 @pytest.mark.parametrize(("most", "held"), ROWS, ids=[held for _, held in ROWS])
-def test_a_limit_is_what_the_page_says(most: str, held: str) -> None:
+def test_limit_equals_the_one_on_the_page(most: str, held: str) -> None:
     module, _, name = held.rpartition(".")
     value = getattr(importlib.import_module(module), name)
     number = re.match(r"([\d,]+)( s)?", most)

@@ -1,4 +1,5 @@
-"""The answers to a newcomer's questions are where tests/support/questions.py says, in few enough files."""
+"""The answers to a newcomer's questions are where tests/support/questions.py puts them, in few enough
+files."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _ours() -> list[Source]:
     return [s for s in rooms if not s.name.startswith("kernels/cpu_jit/")]
 
 
-def test_every_file_says_what_it_is() -> None:
+def test_every_file_has_a_docstring() -> None:
     assert [s.name for s in product() if not ast.get_docstring(s.tree)] == []
 
 
@@ -252,7 +252,7 @@ def _is_field(node: ast.stmt) -> bool:
     )
 
 
-def test_at_most_62_settings() -> None:
+def test_settings_are_at_most_62() -> None:
     assert 10 < len(Settings.model_fields) <= 62
     assert all(field.description for field in Settings.model_fields.values())
 

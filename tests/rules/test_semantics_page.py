@@ -1,4 +1,4 @@
-"""docs/design/semantics.md: each of its lines names a test that exists, or says that it is a difference."""
+"""docs/design/semantics.md: each of its lines names a test that exists, or is marked as a difference."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ INTERVAL_US = 3_600_000_000  # an hour by the fake clock; nothing heartbeats by 
 
 
 class Recorder(Actor):
-    """Writes down what it is told."""
+    """Writes down each event that it gets."""
 
     def __init__(self, kind: str = "executor") -> None:
         self.kind = kind
-        self.told: list[tuple[str, str]] = []
+        self.events: list[tuple[str, str]] = []
         self.mailbox: Mailbox | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -39,7 +39,7 @@ class Recorder(Actor):
         await self.gate.wait()
 
     def _note(self, what: str, about: str) -> None:
-        self.told.append((what, about))
+        self.events.append((what, about))
         if what == self.fail_on:
             raise RuntimeError(f"broken in {what}")
 
@@ -77,7 +77,7 @@ class Recorder(Actor):
         self._note("stop", "")
 
     def of(self, *what: str) -> list[str]:
-        return [about for name, about in self.told if name in what]
+        return [about for name, about in self.events if name in what]
 
 
 class Fleet:
@@ -140,7 +140,7 @@ class Hand(Actor):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self._news = asyncio.Event()
 
     async def start(self, mailbox: Mailbox) -> None:
@@ -150,11 +150,11 @@ class Hand(Actor):
         return HeartbeatPayload(model="m")
 
     def receive(self, source: str, message: Message, trace: str) -> None:
-        self.heard.append(message)
+        self.received.append(message)
         self._news.set()
 
     def of(self, kind: type[M]) -> list[M]:
-        return [message for message in self.heard if isinstance(message, kind)]
+        return [message for message in self.received if isinstance(message, kind)]
 
     async def until(self, kind: type[M], count: int = 1) -> M:
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""A test that fails ends the processes that it has started, or whoever waits for them waits for good."""
+"""A test that fails ends the processes that it has started, or the wait for them never ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With whom a process talks, from /proc: no tracing, no rights."""
+"""The sockets that a process has open, from /proc: no tracing, no rights."""
 
 from __future__ import annotations
 

@@ -52,13 +52,13 @@ class Prometheus:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._said = []
+        self._lines = []
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._said.append(line)
+            self._lines.append(line)
             if "Server is ready to receive web requests" in line:
                 return
-        raise AssertionError(f"prometheus ended before it was ready: {self._said}")
+        raise AssertionError(f"prometheus ended before it was ready: {self._lines}")
 
     def __enter__(self) -> Prometheus:
         return self

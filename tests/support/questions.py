@@ -124,12 +124,7 @@ QUESTIONS = (
     Question("add a routing policy", 2, ("services/scheduler/state/policies.py:room",)),
     Question(
         "add an HTTP endpoint",
-        3,
-        (
-            "services/gateway/app.py:Endpoints",
-            "services/gateway/app.py:build_app",
-            "services/gateway/openapi.py:_paths",
-            "services/gateway/native_call.py:NativeCall",
-        ),
+        2,
+        ("services/gateway/dialects/anthropic.py:build", "services/gateway/app.py:_routes"),
     ),
 )

@@ -95,7 +95,7 @@ class Answer:
     form: str
     text: str
     thinks: bool = False  # it has THOUGHT
-    says: bool = True  # it has TEXT
+    has_text: bool = True  # it has TEXT
     opened: bool = False  # the prompt ends with the marker of reasoning
 
     @property
@@ -118,15 +118,15 @@ ANSWERS = [
     Answer(
         "llama3",
         f"{_object('get_weather', FIRST, 'parameters')}; {_object('get_time', SECOND, 'parameters')}",
-        says=False,
+        has_text=False,
     ),
     Answer(
         "llama3",
         f"<|python_tag|>{_object('get_weather', FIRST, 'parameters')}; "
         f"{_object('get_time', SECOND, 'parameters')}",
-        says=False,
+        has_text=False,
     ),
-    Answer("mistral", f"[TOOL_CALLS][{A}, {B}]", says=False),
+    Answer("mistral", f"[TOOL_CALLS][{A}, {B}]", has_text=False),
     Answer(
         "mistral_v11",
         f"[THINK]{THOUGHT}[/THINK]{TEXT}[TOOL_CALLS]get_weather[ARGS]{_dumps(FIRST)}"
@@ -158,7 +158,7 @@ ANSWERS = [
         f" to=functions.get_weather<|channel|>commentary json<|message|>{_dumps(FIRST)}<|call|>"
         "<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>"
         f"{_dumps(SECOND)}<|call|>",
-        says=False,
+        has_text=False,
     ),
     Answer(
         "deepseek_v31",
@@ -221,7 +221,7 @@ ANSWERS = [
     Answer(
         "functionary_v3",
         f"<function=get_weather>{_dumps(FIRST)}</function><function=get_time>{_dumps(SECOND)}</function>",
-        says=False,
+        has_text=False,
     ),
     Answer(
         "apertus",
@@ -235,13 +235,13 @@ ANSWERS = [
         f'    {{"tool_call_id": "1", "tool_name": "get_time", "parameters": {_dumps(SECOND)}}}\n]'
         "<|END_ACTION|>",
         thinks=True,
-        says=False,
+        has_text=False,
     ),
     Answer(
         "command_r",
         f'Action:\n```json\n[\n{{"tool_name": "get_weather", "parameters": {_dumps(FIRST)}}},\n'
         f'{{"tool_name": "get_time", "parameters": {_dumps(SECOND)}}}\n]```',
-        says=False,
+        has_text=False,
     ),
     Answer(
         "solar_open",
@@ -257,15 +257,15 @@ ANSWERS = [
         f"<|tool_call_start|>[get_weather(city={FIRST['city']!r}, options={FIRST['options']!r}), "
         f"get_time(zone={SECOND['zone']!r})]<|tool_call_end|>{TEXT}",
     ),
-    Answer("granite", f"<|tool_call|>[{A}, {B}]", says=False),
-    Answer("phi4", f"<|tool_call|>[{A}, {B}]<|/tool_call|>", says=False),
-    Answer("phi4_mini", f"functools[{A}, {B}]", says=False),
+    Answer("granite", f"<|tool_call|>[{A}, {B}]", has_text=False),
+    Answer("phi4", f"<|tool_call|>[{A}, {B}]<|/tool_call|>", has_text=False),
+    Answer("phi4_mini", f"functools[{A}, {B}]", has_text=False),
     Answer(
         "gemma4",
         f"<|channel>thought\n{THOUGHT}\n<channel|>{_gemma_call('get_weather', FIRST)}"
         f"{_gemma_call('get_time', SECOND)}",
         thinks=True,
-        says=False,
+        has_text=False,
     ),
     Answer(
         "nemotron",
@@ -273,7 +273,7 @@ ANSWERS = [
         thinks=True,
         opened=True,
     ),
-    Answer("xlam", f"[{A}, {B}]", says=False),
+    Answer("xlam", f"[{A}, {B}]", has_text=False),
     Answer(
         "llama4_pythonic",
         f"<|python_start|>[get_weather(city={FIRST['city']!r}, options={FIRST['options']!r}), "

@@ -1,5 +1,5 @@
 """An engine that shows what it computes: the logits that each token was chosen from, and the bytes of its
-blocks. It also spoils blocks, so that whoever reads one that nobody has filled again gets wrong tokens."""
+blocks. It also spoils blocks, so that a reader of one that was not filled again gets wrong tokens."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Recording:
         return self._engine.sample(pending)
 
     def digests(self, block: int) -> tuple[bytes, ...]:
-        """Of the bytes of a block's first token, of its first two, and so on."""
+        """The digests of the bytes of a block's first token, of its first two, and so on."""
         kv = self._block(block)  # [layer][K|V][token][kv_head][head_dim]
         parts = (kv[:, :, : tokens + 1].contiguous().view(torch.uint8) for tokens in range(kv.shape[2]))
         return tuple(blake2b(part.numpy().tobytes()).digest() for part in parts)
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """Fill blocks, which nobody uses now, with a number that attention cannot overlook."""
+        """Fill blocks, which no sequence uses now, with a number that attention cannot overlook."""
         for block in blocks:
             self._block(block).fill_(GARBAGE)
 
     def _block(self, block: int) -> Tensor:
-        """Of the leader's part, where there are several ranks."""
+        """The blocks of the leader's part, where there are several ranks."""
         engine: Any = getattr(self._engine, "_own", self._engine)
         part: Tensor = engine._cache.tensor[block]  # white box
         return part

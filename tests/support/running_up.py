@@ -154,7 +154,7 @@ StartUp = Callable[..., Up]
 
 
 async def statuses(nc: Nats) -> dict[str, dict[str, Any]]:
-    """What each service of a fleet of one each says about itself, by kind."""
+    """The status of each service of a fleet of one each, by kind."""
     inbox = nc.new_inbox()
     answers = await nc.subscribe(inbox)
     await nc.publish("headrace.v1.status", b"", reply=inbox)
@@ -174,7 +174,7 @@ async def assert_all_free(nc: Nats) -> None:
 
 
 def assert_idle(up: Up) -> None:
-    """The same of a fleet that nobody is connected to."""
+    """The same of a fleet without clients."""
 
     async def ask() -> None:
         nc = await nats.connect(up.nats_url)
@@ -210,7 +210,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 def ignoring(*signals: int) -> Callable[[], None]:
     """A `preexec_fn`: the process is started with these ignored, as by nohup or a script. Others that end a
-    process have their default, whatever the tests were started with."""
+    process have their default, under any environment of the tests."""
 
     def ignore() -> None:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""A shared-memory segment as kv_offload makes one, for tests of those who map it."""
+"""A shared-memory segment as kv_offload makes one, for tests of its users."""
 
 from __future__ import annotations
 

@@ -135,6 +135,6 @@ class SlowLink:
             if not data:
                 target.close()
                 return
-            with contextlib.suppress(OSError):  # nobody is there any more: the other direction ends, too
+            with contextlib.suppress(OSError):  # the peer is gone: the other direction ends, too
                 target.write(data)
                 await target.drain()

@@ -39,7 +39,7 @@ NO_SYSTEM = (
     "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<turn>model\n{% endif %}"
 )
-# Each role under its name, whatever it is (ChatML of SmolLM2 and many fine-tunes).
+# Each role under its name, any name (ChatML of SmolLM2 and many fine-tunes).
 ANY_ROLE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

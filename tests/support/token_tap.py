@@ -1,4 +1,4 @@
-"""Reads token ids off the wire: what the scheduler tells the detokenizers, by request and choice."""
+"""Reads token ids off the wire: the scheduler's messages to the detokenizers, by request and choice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A clock that only a test moves, and an event loop whose time is virtual.
 
 The loop's time passes only when nothing else is left to do, and then at once. What runs on it takes exactly
-as long as it says. Sockets work, where the other end is in the same process and needs no time: a Unix socket
-has at once what was written to it.
+as long as the clock does. Sockets work, where the other end is in the same process and needs no time: a Unix
+socket has at once what was written to it.
 """
 
 from __future__ import annotations

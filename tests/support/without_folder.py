@@ -163,13 +163,13 @@ def main(model: str) -> None:
     for line in sys.stdin:
         read, write = os.pipe()
         if not (child := os.fork()):
-            said = ""
+            trace = ""
             try:
                 path, registry = line.split()
                 run_case(path, registry, model)
             except BaseException:  # noqa: BLE001 - the test prints it
-                said = traceback.format_exc()
-            os.write(write, said[-60_000:].encode())
+                trace = traceback.format_exc()
+            os.write(write, trace[-60_000:].encode())
             os._exit(0)
         os.close(write)
         with open(read) as answer:

@@ -21,7 +21,8 @@ from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.processes import Rarely
 from shared.replies import end_headers, error_reply
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import DetokenizerCounter, points
+from shared.telemetry.readings import Metrics
 
 log = logging.getLogger("headrace.detokenizer")
 
@@ -63,10 +64,10 @@ class DurableShell:
 
     @property
     def metrics(self) -> Metrics:
-        return tuple(
-            MetricPoint(f"headrace.detokenizer.{name}", count, "{checkpoint}", is_counter=True)
-            for name, count in (("checkpoints", self.stored), ("checkpoints_failed", self.failed))
-        )
+        counted = {
+            DetokenizerCounter.CHECKPOINTS: self.stored, DetokenizerCounter.CHECKPOINTS_FAILED: self.failed,
+        }  # fmt: skip
+        return points(counted)
 
     def _on_attach(self, asked: Delivery) -> None:
         bus, names = self._mailbox.bus, subjects.names_in(asked.subject)

@@ -26,6 +26,7 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.clock import Clock
 from shared.messages import ArenaReleased, KvCopied, KvCopy
+from shared.telemetry.counters import ExecutorCounter
 
 log = logging.getLogger("headrace.executor")
 
@@ -394,7 +395,7 @@ class ArenaTransfers:
         stored, loaded = self.worker.stored, self.worker.loaded
         return {
             "arena_generation": self.worker.generation,
-            "copies_queued": self.worker.queued,
+            ExecutorCounter.COPIES_QUEUED.status: self.worker.queued,
             "copies_stored": stored.copies,
             "copies_loaded": loaded.copies,
             "stored_bytes": stored.bytes,

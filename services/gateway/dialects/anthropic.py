@@ -17,24 +17,21 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from services.gateway import openapi as doc
+from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import answer as sent
 from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, idle_fields
 from shared import api
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
 from shared.openai.whole_answer import answer
-
-if TYPE_CHECKING:
-    from services.gateway.app import Endpoints
 
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -367,7 +364,7 @@ def ignored(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> l
 def _turns(asked: CountTokensRequest) -> list[Body]:
     turns: list[Body] = [{"role": "system", "content": _text(asked.system)}] if asked.system else []
     for message in asked.messages:
-        for turn in _results(message.content) + _said(message.role, message.content):
+        for turn in _results(message.content) + _messages_of(message.role, message.content):
             if turns and turns[-1]["role"] == turn["role"] != "tool":
                 before = turns.pop()
                 texts = [each["content"] for each in (before, turn) if each["content"]]
@@ -392,7 +389,7 @@ def _results(content: Sequence[Mapping[str, Any]]) -> list[Body]:
     ]
 
 
-def _said(role: str, content: Sequence[Mapping[str, Any]]) -> list[Body]:
+def _messages_of(role: str, content: Sequence[Mapping[str, Any]]) -> list[Body]:
     """A message without its results of calls; none if it holds nothing else."""
     kept = [block for block in content if block["type"] != "tool_result"]
     if content and not kept:
@@ -427,15 +424,15 @@ def message(call: Call, natives: Sequence[Body], echoed: Sequence[str]) -> Body:
     """The answer to a plain request."""
     whole = answer(call, natives, echoed)
     (choice,) = whole["choices"]
-    said = choice["message"]
+    answered = choice["message"]
     content: list[Body] = []
-    if reasoning := said.get("reasoning_content"):
+    if reasoning := answered.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-    if said["content"]:
-        content.append({"type": "text", "text": said["content"]})
+    if answered["content"]:
+        content.append({"type": "text", "text": answered["content"]})
     content += [
         {"type": "tool_use", "id": each["id"], "name": each["function"]["name"], "input": _input(each)}
-        for each in said.get("tool_calls", ())
+        for each in answered.get("tool_calls", ())
     ]
     return {**_message(whole, content), **_ending(choice), "usage": _usage(whole["usage"])}
 
@@ -576,24 +573,13 @@ def _worded(message: str) -> str:
     return f"{head}; {message[found.end() :]}"
 
 
-MESSAGES = Api(message, MessageEvents, error_body, read, ignored=ignored)
-COUNT = Api(
-    error=error_body,
-    read=partial(read, kind=CountTokensRequest),
-    ignored=partial(ignored, kind=CountTokensRequest),
-)
+MESSAGES = Api(message, MessageEvents, read, ignored=ignored)
+COUNT = Api(read=partial(read, kind=CountTokensRequest), ignored=partial(ignored, kind=CountTokensRequest))
 
 
-def routes(endpoints: Endpoints) -> list[Route]:
-    """The paths."""
-
-    async def count_tokens(request: Request) -> Response:
-        return sent({"input_tokens": (await endpoints.tokenized(request, COUNT))["count"]})
-
-    return [
-        Route("/v1/messages", partial(endpoints.generate, api=MESSAGES), methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-    ]
+async def count_tokens(endpoints: Endpoints, request: Request) -> Response:
+    """The size of a prompt."""
+    return sent({"input_tokens": (await endpoints.tokenized(request, COUNT))["count"]})
 
 
 def build() -> doc.Part:
@@ -601,7 +587,10 @@ def build() -> doc.Part:
     post = partial(doc.post, api="Anthropic")
     whole = post("Messages", "answer a conversation (Anthropic)", doc.GENERATING, stream=True)
     count = post("CountTokens", "the size of a prompt (Anthropic)", doc.ASKING)
-    paths = {"/v1/messages": {"post": whole}, "/v1/messages/count_tokens": {"post": count}}
+    lines = (
+        doc.Operation("POST", "/v1/messages", partial(Endpoints.generate, api=MESSAGES), whole),
+        doc.Operation("POST", "/v1/messages/count_tokens", count_tokens, count),
+    )
     counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
     usage = doc.object_of(**dict.fromkeys(counts, doc.COUNT))
     error = doc.object_of(type=doc.TEXT, message=doc.TEXT)
@@ -615,4 +604,4 @@ def build() -> doc.Part:
         "CountTokensAnswer": doc.object_of(input_tokens=doc.COUNT),
         "AnthropicError": doc.object_of(type=doc.one_of("error"), error=error, request_id=doc.TEXT),
     }  # fmt: skip
-    return doc.Part("anthropic", routes, paths, schemas, [MessagesRequest, CountTokensRequest])
+    return doc.Part(lines, schemas, [MessagesRequest, CountTokensRequest], error_body=error_body)

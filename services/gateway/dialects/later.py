@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from services.gateway import openapi as doc
+from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import answer
 from services.gateway.openai_response import EVENTS, OPENAI, PING, ChunkBuilder, changed
 from services.gateway.store import COMPLETED, ENDED, Store, call_of, found, may_send_events
@@ -33,9 +33,6 @@ from shared.client.client import Client, error_of
 from shared.errors import BadRequest
 from shared.openai.call import Body, Call, Kept
 from shared.openai.whole_answer import answer as openai_answer
-
-if TYPE_CHECKING:
-    from services.gateway.app import Endpoints
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PREFIXES = {CHATS: "chatcmpl_", COMPLETIONS: "cmpl_"}  # of the ids that the gateway draws
@@ -48,37 +45,30 @@ def is_async(request: Request) -> bool:
     return any(_PREFERS.search(value) for value in request.headers.getlist("prefer"))
 
 
-def routes(endpoints: Endpoints) -> list[Route]:
-    """The paths."""
+async def ask(endpoints: Endpoints, request: Request, *, chat: bool) -> Response:
+    """A chat or a completion, now or later."""
+    if not is_async(request):
+        return await endpoints.generate(request, chat=chat)
+    path = request.url.path
+    fields, client = await endpoints.asked(request, OPENAI, PREFIXES[path])
+    return await submitted(endpoints.call_of(request, fields, OPENAI, chat=chat), client, path)
 
-    async def ask(request: Request, *, chat: bool) -> Response:
-        if not is_async(request):
-            return await endpoints.generate(request, chat=chat)
-        path = request.url.path
-        fields, client = await endpoints.asked(request, OPENAI, PREFIXES[path])
-        return await submitted(endpoints.call_of(request, fields, OPENAI, chat=chat), client, path)
 
-    async def completion(request: Request) -> Response:
-        path = request.url.path.rpartition("/")[0]
-        store, state = await found(endpoints, request, path)
-        call = call_of(state)
-        echoed = await endpoints.echoed(call, store.client) if call.echo else ()
-        if may_send_events(request):
-            last = read_last_id(request.headers.get("last-event-id", ""))
-            frames = store.frames(call.request_id, (last.attempt, max(last.numbers, default=-1)))
-            return endpoints.stream(request, frames, NumberedChunks(call, echoed, last))
-        if state["status"] not in ENDED:
-            return _accepted(path, call.request_id, state["status"])
-        if state["status"] != COMPLETED:
-            raise error_of(state)
-        return answer(openai_answer(call, [state["answer"]], echoed))
-
-    return [
-        Route(CHATS, partial(ask, chat=True), methods=["POST"]),
-        Route(COMPLETIONS, partial(ask, chat=False), methods=["POST"]),
-        Route(f"{CHATS}/{{id}}", completion, methods=["GET"]),
-        Route(f"{COMPLETIONS}/{{id}}", completion, methods=["GET"]),
-    ]
+async def completion(endpoints: Endpoints, request: Request) -> Response:
+    """The answer, if it is there, or a stream."""
+    path = request.url.path.rpartition("/")[0]
+    store, state = await found(endpoints, request, path)
+    call = call_of(state)
+    echoed = await endpoints.echoed(call, store.client) if call.echo else ()
+    if may_send_events(request):
+        last = read_last_id(request.headers.get("last-event-id", ""))
+        frames = store.frames(call.request_id, (last.attempt, max(last.numbers, default=-1)))
+        return endpoints.stream(request, frames, NumberedChunks(call, echoed, last))
+    if state["status"] not in ENDED:
+        return _accepted(path, call.request_id, state["status"])
+    if state["status"] != COMPLETED:
+        raise error_of(state)
+    return answer(openai_answer(call, [state["answer"]], echoed))
 
 
 async def submitted(call: Call, client: Client, path: str) -> Response:
@@ -227,19 +217,13 @@ def _later(post: doc.Json) -> doc.Json:
 
 def build() -> doc.Part:
     """Chats and completions that are answered later."""
-    paths = {
-        CHATS: {"post": _later(doc.CHAT)},
-        "/v1/chat/completions/{id}": {
-            "get": doc.stored("Chat", "the answer to a durable chat", failing=True),
-            "parameters": [doc.ID],
-        },
-        COMPLETIONS: {"post": _later(doc.COMPLETION)},
-        "/v1/completions/{id}": {
-            "get": doc.stored("Completion", "the answer to a durable completion", failing=True),
-            "parameters": [doc.ID],
-        },
-    }
-    kinds = doc.one_of("chat.completion", "text_completion")
-    return doc.Part(
-        "later", routes, paths, {"Accepted": doc.object_of(id=doc.TEXT, object=kinds, status=doc.TEXT)}
+    chat = doc.stored("Chat", "the answer to a durable chat", failing=True)
+    completed = doc.stored("Completion", "the answer to a durable completion", failing=True)
+    lines = (
+        doc.Operation("POST", CHATS, partial(ask, chat=True), _later(doc.CHAT)),
+        doc.Operation("GET", f"{CHATS}/{{id}}", completion, chat),
+        doc.Operation("POST", COMPLETIONS, partial(ask, chat=False), _later(doc.COMPLETION)),
+        doc.Operation("GET", f"{COMPLETIONS}/{{id}}", completion, completed),
     )
+    kinds = doc.one_of("chat.completion", "text_completion")
+    return doc.Part(lines, {"Accepted": doc.object_of(id=doc.TEXT, object=kinds, status=doc.TEXT)})

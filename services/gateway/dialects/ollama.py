@@ -14,16 +14,15 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from services.gateway import openapi as doc
+from services.gateway.endpoints import VERSION, Endpoints
 from services.gateway.exchange import answer as sent
-from services.gateway.exchange import exchange_of
 from services.gateway.native_call import served_model, served_models
 from services.gateway.openai_response import Api, Body, ChunkBuilder, idle_fields
 from shared.api import (
@@ -44,9 +43,6 @@ from shared.api import (
 from shared.errors import HeadraceError
 from shared.openai.call import MAX_INPUTS, Call, read_vectors_call, thinking
 from shared.openai.whole_answer import answer
-
-if TYPE_CHECKING:
-    from services.gateway.app import Endpoints
 
 LATEST = ":latest"  # ollama's tag of a name without one
 _OPEN = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
@@ -215,9 +211,9 @@ def whole_answer(call: Call, natives: Sequence[Body], echoed: Sequence[str], *, 
     """The answer to a plain request, of `/api/chat` or `/api/generate`."""
     whole = answer(call, natives, echoed)
     (choice,) = whole["choices"]
-    said = choice.get("message") or {"content": choice["text"]}
-    calls = [_call(each["function"]) for each in said.get("tool_calls", ())]
-    content = _content(chat, said["content"] or "", said.get("reasoning_content", ""), calls)
+    turn = choice.get("message") or {"content": choice["text"]}
+    calls = [_call(each["function"]) for each in turn.get("tool_calls", ())]
+    content = _content(chat, turn["content"] or "", turn.get("reasoning_content", ""), calls)
     return {**_head(whole), **content, **_ending(choice["finish_reason"], whole)}
 
 
@@ -389,51 +385,41 @@ def embedded(call: Call, natives: Sequence[Body], _: Sequence[str]) -> Body:
 def _api(kind: Kind, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
     whole = partial(whole_answer, chat=chat)
-    return Api(whole, chunks, error_body, partial(read, kind=kind), ignored=partial(ignored, kind=kind))
+    return Api(whole, chunks, partial(read, kind=kind), ignored=partial(ignored, kind=kind))
 
 
 CHAT = _api(OllamaChatRequest, chat=True)
 GENERATE = _api(OllamaGenerateRequest, chat=False)
 EMBED = Api(
-    embedded,
-    error=error_body,
-    read=read_embed,
-    to_call=read_vectors_call,
-    ignored=partial(ignored, kind=OllamaEmbedRequest),
+    embedded, read=read_embed, to_call=read_vectors_call, ignored=partial(ignored, kind=OllamaEmbedRequest)
 )
-SHOW = Api(error=error_body, read=read_show, ignored=partial(ignored, kind=OllamaShowRequest))
+SHOW = Api(read=read_show, ignored=partial(ignored, kind=OllamaShowRequest))
 
 
-def routes(endpoints: Endpoints) -> list[Route]:
-    """The paths."""
+async def ask(endpoints: Endpoints, request: Request, *, chat: bool) -> Response:
+    """A chat, or an answer to a prompt."""
+    api = CHAT if chat else GENERATE
+    fields, client = await endpoints.asked(request, api)
+    if "done_reason" in fields:
+        await served_model(client, fields["model"])
+        return sent(loaded(fields, endpoints.clock.wall_us() // 1_000_000, chat=chat))
+    return await endpoints.answered(request, client, endpoints.call_of(request, fields, api), api)
 
-    async def ask(request: Request, *, chat: bool) -> Response:
-        api = CHAT if chat else GENERATE
-        fields, client = await endpoints.asked(request, api)
-        if "done_reason" in fields:
-            await served_model(client, fields["model"])
-            return sent(loaded(fields, endpoints.clock.wall_us() // 1_000_000, chat=chat))
-        return await endpoints.answered(request, client, endpoints.call_of(request, fields, api), api)
 
-    async def tagged(request: Request) -> Response:
-        exchange_of(request).error_body = error_body
-        return sent(tags((await served_models(await endpoints.client_of(request)))["data"]))
+async def tagged(endpoints: Endpoints, request: Request) -> Response:
+    """The models served, all of which are loaded."""
+    return sent(tags((await served_models(await endpoints.client_of(request)))["data"]))
 
-    async def show(request: Request) -> Response:
-        exchange_of(request).error_body = error_body
-        fields, client = await endpoints.read_request(request, SHOW)
-        return sent(shown(await served_model(client, fields["model"])))
 
-    embed = partial(endpoints.generate, chat=False, api=EMBED)
-    return [
-        Route("/api/chat", partial(ask, chat=True), methods=["POST"]),
-        Route("/api/generate", partial(ask, chat=False), methods=["POST"]),
-        Route("/api/embed", embed, methods=["POST"]),
-        Route("/api/tags", tagged, methods=["GET"]),
-        Route("/api/ps", tagged, methods=["GET"]),  # every model is loaded
-        Route("/api/show", show, methods=["POST"]),
-        Route("/api/version", endpoints.version, methods=["GET"]),
-    ]
+async def show(endpoints: Endpoints, request: Request) -> Response:
+    """One of them."""
+    fields, client = await endpoints.read_request(request, SHOW)
+    return sent(shown(await served_model(client, fields["model"])))
+
+
+async def version(_: Endpoints, request: Request) -> Response:
+    """The version of Headrace."""
+    return sent({"version": VERSION})
 
 
 _COUNTS = (
@@ -452,19 +438,19 @@ def _schema(*optional: str, **content: doc.Schema) -> doc.Schema:
 
 def build() -> doc.Part:
     """Ollama's API."""
-    post, generating = partial(doc.post, api="Ollama"), doc.GENERATING
-    version = {"summary": "the version (ollama)", "responses": {"200": doc.body_of("Version", "the version")}}
-    paths = {
-        "/api/chat": {"post": post("OllamaChat", "answer a conversation (ollama)", generating, stream=True)},
-        "/api/generate": {
-            "post": post("OllamaGenerate", "answer a prompt (ollama)", generating, stream=True)
-        },
-        "/api/embed": {"post": post("OllamaEmbed", "vectors of texts (ollama)", generating)},
-        "/api/tags": {"get": doc.get("OllamaModels", "the models served (ollama)", doc.LISTING, "Ollama")},
-        "/api/ps": {"get": doc.get("OllamaModels", "the models loaded (ollama)", doc.LISTING, "Ollama")},
-        "/api/show": {"post": post("OllamaShow", "one served model (ollama)", doc.ASKING)},
-        "/api/version": {"get": version},
-    }
+    post, models = partial(doc.post, api="Ollama"), partial(doc.get, "OllamaModels", api="Ollama")
+    many, embed = doc.GENERATING, partial(Endpoints.generate, chat=False, api=EMBED)
+    chat = post("OllamaChat", "answer a conversation (ollama)", many, stream=True)
+    generate = post("OllamaGenerate", "answer a prompt (ollama)", many, stream=True)
+    lines = (
+        doc.Operation("POST", "/api/chat", partial(ask, chat=True), chat),
+        doc.Operation("POST", "/api/generate", partial(ask, chat=False), generate),
+        doc.Operation("POST", "/api/embed", embed, post("OllamaEmbed", "vectors of texts (ollama)", many)),
+        doc.Operation("GET", "/api/tags", tagged, models("the models served (ollama)", doc.LISTING)),
+        doc.Operation("GET", "/api/ps", tagged, models("the models loaded (ollama)", doc.LISTING)),
+        doc.Operation("POST", "/api/show", show, post("OllamaShow", "one served model (ollama)", doc.ASKING)),
+        doc.Operation("GET", "/api/version", version, doc.version("the version (ollama)")),
+    )  # fmt: skip
     numbers = {"type": "array", "items": {"type": "number"}}
     schemas = {
         "OllamaEmbedAnswer": doc.object_of(
@@ -482,4 +468,4 @@ def build() -> doc.Part:
         "OllamaError": doc.object_of(error=doc.TEXT),
     }  # fmt: skip
     requests: list[Any] = [OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest, OllamaEmbedRequest]
-    return doc.Part("ollama", routes, paths, schemas, requests)
+    return doc.Part(lines, schemas, requests, error_body=error_body)

@@ -20,15 +20,14 @@ import json
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from services.gateway import openapi as doc
-from services.gateway.errors import Gone
-from services.gateway.exchange import answer
+from services.gateway.endpoints import Endpoints
+from services.gateway.exchange import Gone, answer
 from services.gateway.openai_response import EVENTS, PING, Api, changed, idle_fields
 from services.gateway.store import COMPLETED, Pause, Store, call_of, found, may_send_events, named_id
 from shared.client.client import Client
@@ -37,9 +36,6 @@ from shared.openai.call import Call
 from shared.openai.responses import output
 from shared.openai.responses.output import Event, Output, ended, failure_of, output_of, response, whole
 from shared.openai.responses.request import PATH, ResponseRequest, left_out, read
-
-if TYPE_CHECKING:
-    from services.gateway.app import Endpoints
 
 Body = dict[str, Any]
 
@@ -140,9 +136,9 @@ class ResponseEvents:
         fields = error["error"]
         if self._stored:
             place = Place(self._attempt, max(self._number, self._after, 0))
-            said = {name: fields[name] for name in ("code", "message", "param")}
-            said = {"type": "error", **said, "sequence_number": place.sequence_number}
-            return f"event: error\ndata: {_json(said)}\n\n".encode("utf-8", "replace")
+            error_event = {name: fields[name] for name in ("code", "message", "param")}
+            error_event = {"type": "error", **error_event, "sequence_number": place.sequence_number}
+            return f"event: error\ndata: {_json(error_event)}\n\n".encode("utf-8", "replace")
         failure = {"code": "server_error", "message": fields["message"]}
         return self.write([*self._held, *self._written(self._failing("failed", failure))])
 
@@ -239,16 +235,6 @@ def ignored(fields: Body) -> list[str]:
 RESPONSES = Api(whole, ResponseEvents, read=read, ignored=ignored)
 
 
-def routes(endpoints: Endpoints) -> list[Route]:
-    """The paths."""
-    of = Responses(endpoints)
-    return [
-        Route(PATH, of.create, methods=["POST"]),
-        Route(f"{PATH}/{{id}}", of.response, methods=["GET", "DELETE"]),
-        Route(f"{PATH}/{{id}}/cancel", of.cancel, methods=["POST"]),
-    ]
-
-
 class Responses:
     """The endpoints."""
 
@@ -298,11 +284,11 @@ class Responses:
             why = f"`previous_response_id`: {previous} has no answer, its status is {state['status']}"
             raise BadRequest(why, param="previous_response_id")
         call, own = call_of(state), fields["messages"]
-        before, said = call.bodies[0]["messages"], output.said(call, state["answer"])
+        before, answered = call.bodies[0]["messages"], output.answer_turn(call, state["answer"])
         if call.keep["response"].get("instructions"):
             before = before[1:]
         system = 1 if repeated["instructions"] else 0
-        return {**fields, "messages": [*own[:system], *before, said, *own[system:]]}
+        return {**fields, "messages": [*own[:system], *before, answered, *own[system:]]}
 
     def keeping(
         self, frames: AsyncGenerator[Body], events: ResponseEvents, call: Call, client: Client
@@ -319,9 +305,7 @@ class Responses:
         return kept()
 
     async def response(self, request: Request) -> Response:
-        """`GET /v1/responses/{id}`, and `DELETE`."""
-        if request.method == "DELETE":
-            return await self._delete(request)
+        """`GET /v1/responses/{id}`."""
         store, state = await found(self._endpoints, request, PATH)
         call, after = call_of(state), _place(request)
         streams = request.query_params.get("stream", "true" if may_send_events(request) else "false")
@@ -332,7 +316,8 @@ class Responses:
         frames = store.frames(call.request_id, after, waits=after == START, fails=True)
         return self._endpoints.stream(request, frames, ResponseEvents(call, (), after, stored=True))
 
-    async def _delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> Response:
+        """`DELETE /v1/responses/{id}`."""
         name, store = named_id(request), Store(await self._endpoints.client_of(request))
         await store.delete(name, PATH, self._now_s())
         return answer({"id": name, "object": "response", "deleted": True})
@@ -398,19 +383,15 @@ def _schema() -> doc.Schema:
 def build() -> doc.Part:
     """The Responses API."""
     made = doc.post("Response", "answer a conversation (Responses API)", (*doc.GENERATING, 410), stream=True)
-    cancelled = doc.get("ResponseAnswer", "cancel a response", doc.LOOKING)
-    paths = {
-        "/v1/responses": {"post": made},
-        "/v1/responses/{id}": {
-            "get": doc.stored("Response", "a stored response"),
-            "delete": doc.get("ResponseDeleted", "delete a response", doc.LOOKING),
-            "parameters": [doc.ID],
-        },
-        "/v1/responses/{id}/cancel": {
-            "post": {**cancelled, "operationId": "cancelresponse"},
-            "parameters": [doc.ID],
-        },
-    }
-    gone = doc.object_of(id=doc.TEXT, object=doc.one_of("response"), deleted=doc.one_of(True))
-    schemas = {"ResponseAnswer": _schema(), "ResponseDeleted": gone}
-    return doc.Part("responses", routes, paths, schemas, [ResponseRequest])
+    gone = doc.get("ResponseDeleted", "delete a response", doc.LOOKING)
+    cancelled = doc.get("ResponseAnswer", "cancel a response", doc.LOOKING, operation="cancelresponse")
+    stored = doc.stored("Response", "a stored response")
+    lines = (
+        doc.Operation("POST", PATH, Responses.create, made),
+        doc.Operation("GET", f"{PATH}/{{id}}", Responses.response, stored),
+        doc.Operation("DELETE", f"{PATH}/{{id}}", Responses.delete, gone),
+        doc.Operation("POST", f"{PATH}/{{id}}/cancel", Responses.cancel, cancelled),
+    )
+    deleted = doc.object_of(id=doc.TEXT, object=doc.one_of("response"), deleted=doc.one_of(True))
+    schemas = {"ResponseAnswer": _schema(), "ResponseDeleted": deleted}
+    return doc.Part(lines, schemas, [ResponseRequest], Responses)

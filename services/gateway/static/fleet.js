@@ -3,16 +3,8 @@
 import { load } from "./api.js";
 import { bar, bytes, cells, count, find, keep, make, put } from "./dom.js";
 
-const rate = (state, name) => count(Math.round((state.last_10_s?.[name] ?? 0) / (state.last_10_s?.seconds || 1)));
 const l1_of = (state) => (state.tiers?.l1?.capacity_bytes ? state.tiers.l1 : undefined);
-const NOW = {
-  gateway: (s) => `${count(s.active)} open, ${count(s.requests)} requests`,
-  tokenizer: (s) => `${count(s.pending)} in work, ${rate(s, "prompt_tokens")} tokens/s`,
-  scheduler: (s) => `${count(s.running)} running, ${count(s.waiting)} waiting, ${rate(s, "generated")} tokens/s, ${count(s.last_10_s?.preemptions)} preempted`,
-  executor: (s) => `${s.model ?? ""} ${s.backend ?? ""} ${s.dtype ?? ""}, ${rate(s, "steps")} steps/s`,
-  kv_offload: (s) => (l1_of(s) ? `${count(l1_of(s).entries)} blocks in L1` : ""),
-  detokenizer: (s) => `${count(s.sequences)} in work, ${rate(s, "tokens")} tokens/s`,
-};
+const KINDS = ["gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "keeper"];
 
 export async function fleet() {
   let services = [];
@@ -28,7 +20,7 @@ export async function fleet() {
   }
   put(find("problems"), problems.join("; "));
   if (services === null) return;
-  const order = (s) => (s.kind in NOW ? Object.keys(NOW).indexOf(s.kind) : Infinity);
+  const order = (s) => (KINDS.includes(s.kind) ? KINDS.indexOf(s.kind) : Infinity);
   services.sort((a, b) => order(a) - order(b) || (a.id < b.id ? -1 : 1));
   keep(find("services"), services, (s) => `${s.kind}.${s.id}`, () => make("tr"), drawService);
   const tiers = services.flatMap(tiersOf);
@@ -37,7 +29,7 @@ export async function fleet() {
 }
 
 function drawService(line, s) {
-  cells(line, `${s.kind}.${String(s.id).slice(0, 4)}`, s.state, NOW[s.kind]?.(s));
+  cells(line, `${s.kind}.${String(s.id).slice(0, 4)}`, s.state, [s.model, ...(s.cells ?? [])].filter(Boolean).join(", "));
   line.cells[1].className = s.state === "ready" ? "good" : "bad";
 }
 

@@ -165,8 +165,8 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
         return
     yield Finding("ok", f"threads: {timing}")
     if found := timing.faster():
-        said = f"products in {found[0]} take {found[1]:.2f} of the time of those in {dtype}"
-        yield Finding("warn", said, f"--dtype {found[0]}, if other near ties do no harm")
+        found_line = f"products in {found[0]} take {found[1]:.2f} of the time of those in {dtype}"
+        yield Finding("warn", found_line, f"--dtype {found[0]}, if other near ties do no harm")
 
 
 def _shared_memory(_: Loaded) -> Iterator[Finding]:

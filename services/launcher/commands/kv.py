@@ -6,10 +6,15 @@ import argparse
 import asyncio
 import json
 
-from services.launcher.commands.status import Facts, percent, services_of, size
+from services.launcher.commands.status import Facts, services_of, size
 from services.launcher.session import Target, find_fleet
+from shared.telemetry.counters import KvOffloadCounter as Count
+from shared.telemetry.counters import KvOffloadLinkCounter as Links
+from shared.telemetry.counters import SchedulerLinkCounter as OnLinks
+from shared.telemetry.counters import SchedulerTierCounter as Tiers
+from shared.telemetry.counters import percent
 
-NOBODY = (
+NO_STORE = (
     "no kv_offload runs in this fleet: what device memory loses is computed again.",
     "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
 )
@@ -34,7 +39,7 @@ async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
 
 def draw(stores: list[Facts], schedulers: list[Facts]) -> list[str]:
     """The lines of `kv`, from the answers of the kv_offloads and the schedulers."""
-    drawn = [] if stores else list(NOBODY)
+    drawn = [] if stores else list(NO_STORE)
     for store in stores:
         drawn += _store_lines(store)
     for scheduler in schedulers:
@@ -54,57 +59,60 @@ def _store_lines(store: Facts) -> list[str]:
     head = f"kv_offload.{store.get('id')}  {store.get('state')}"
     if "tiers" not in store or store.get("state") == "starting":
         return [head]
-    if not store["tiers"]["l1"]["capacity_bytes"]:
+    if not (capacity := Count.L1_BYTES.of(store)):
         off = NOT_SHARED if store.get("not_shared") else OFF
         return [f"{head}  off: {why}" if (why := store.get("why_off")) else f"{head}  {off}"]
-    l1, l2 = store["tiers"]["l1"], store["tiers"]["l2"]
-    keys, moved = store["keys"]["asked"], store["keys"]["moved"]
-    quarantined = f"; {size(l1['quarantined_bytes'])} in quarantine" if store["quarantine"] else ""
-    peers: Facts = store.get("peers", {})
-    hits = keys["hits_l1"] + keys["hits_l2"] + peers.get("hits", 0)
-    where = f"{keys['hits_l1']:,} in L1, {keys['hits_l2']:,} in L2"
-    where += f", {peers['hits']:,} in L1 of other hosts" if peers else ""
+    quarantined = (
+        f"; {size(Count.L1_QUARANTINED.of(store))} in quarantine" if Count.QUARANTINE.of(store) else ""
+    )
+    l1_hits, l2_hits, lookups = (count.of(store) for count in (Count.HITS_L1, Count.HITS_L2, Count.LOOKUPS))
+    peer_hits, used = Links.PEER_HITS.of(store), Count.L1_USED.of(store)
+    where = f"{l1_hits:,} in L1, {l2_hits:,} in L2"
+    where += f", {peer_hits:,} in L1 of other hosts" if store.get("peers") else ""
     return [
         head,
-        f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
-        f" ({percent(l1['used_bytes'], l1['capacity_bytes'])}) in {l1['entries']:,} blocks;"
-        f" {l1['evictions']:,} evicted",
-        f"  leases {store['reads']:,} reads of {size(l1['read_bytes'])},"
-        f" {store['writes']:,} writes of {size(l1['written_bytes'])}{quarantined}",
-        *_l2_lines(l2, str(store.get("l2_url", "")), str(store.get("l2_error", ""))),
-        *_peer_lines(peers, str(store.get("peer_error", ""))),
-        f"  hits   {percent(hits, keys['lookups'])} of {keys['lookups']:,} blocks looked up: {where}",
-        f"  moved  {moved['stored']:,} blocks stored ({moved['no_room']:,} did not fit),"
-        f" {keys['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
-        f"  late   {keys['loads_late']:,} loads, {moved['late_commits']:,} commits,"
-        f" {moved['expired_leases']:,} leases",
+        f"  L1     {size(used)} of {size(capacity)} ({percent(used, capacity)})"
+        f" in {Count.L1_ENTRIES.of(store):,} blocks; {Count.EVICTED.of(store):,} evicted",
+        f"  leases {Count.READS.of(store):,} reads of {size(Count.L1_READ.of(store))},"
+        f" {Count.WRITES.of(store):,} writes of {size(Count.L1_WRITTEN.of(store))}{quarantined}",
+        *_l2_lines(store),
+        *_peer_lines(store),
+        f"  hits   {percent(l1_hits + l2_hits + peer_hits, lookups)} of {lookups:,} blocks looked up:"
+        f" {where}",
+        f"  moved  {Count.STORED.of(store):,} blocks stored ({Count.NO_ROOM.of(store):,} did not fit),"
+        f" {Count.LOADED.of(store):,} leased to be read, {Count.PROMOTIONS.of(store):,} brought from L2",
+        f"  late   {Count.LOADS_LATE.of(store):,} loads, {Count.LATE_COMMITS.of(store):,} commits,"
+        f" {Count.EXPIRED.of(store):,} leases",
     ]
 
 
-def _l2_lines(l2: Facts, url: str, error: str) -> list[str]:
-    if l2["breaker"] == "none":
+def _l2_lines(store: Facts) -> list[str]:
+    if Links.BREAKER.of(store) == "none":
         return ["  L2     none: what leaves L1 is gone. --l2 redis://host:port or file:///folder adds one"]
     health = "answers"
-    if l2["breaker"] == "open":
+    if Links.BREAKER.of(store) == "open":
         health = "does not answer: breaker open, no calls but a probe about once a second"
-    wait = f"{l2['in_flight']:,} calls out, {l2['queued']:,} wait"
+    wait = f"{Links.IN_FLIGHT.of(store):,} calls out, {Links.QUEUED.of(store):,} wait"
+    known = Links.KNOWN.of(store)
     return [
-        f"  L2     {url or 'remote'} {health}; {l2['known']:,} blocks known there; {wait}",
-        *([f"         {error}"] if error else []),
-        f"         to it {rate(l2['put_bytes_per_s'])}, from it {rate(l2['get_bytes_per_s'])};"
-        f" {l2['errors']:,} errors, {l2['timeouts']:,} timeouts, {l2['refused']:,} refused,"
-        f" {l2['corrupt']:,} damaged values,"
-        f" breaker opened {l2['opened']:,} times",
+        f"  L2     {store.get('l2_url') or 'remote'} {health}; {known:,} blocks known there; {wait}",
+        *([f"         {error}"] if (error := store.get("l2_error")) else []),
+        f"         to it {rate(Links.PUT_RATE.of(store))}, from it {rate(Links.GET_RATE.of(store))};"
+        f" {Links.ERRORS.of(store):,} errors, {Links.TIMEOUTS.of(store):,} timeouts,"
+        f" {Links.REFUSED.of(store):,} refused, {Links.DAMAGED.of(store):,} damaged values,"
+        f" breaker opened {Links.OPENED.of(store):,} times",
     ]
 
 
-def _peer_lines(peers: Facts, error: str) -> list[str]:
-    if not peers or not (peers["readable"] or error):
+def _peer_lines(store: Facts) -> list[str]:
+    readable, error = Links.PEERS_READABLE.of(store), store.get("peer_error")
+    if not store.get("peers") or not (readable or error):
         return []  # NIXL is not installed, or there is one host
     return [
-        f"  peers  L1 of {peers['readable']:,} other hosts can be read; {peers['gets']:,} blocks"
-        f" ({size(peers['bytes'])}) came from there, {peers['leased']:,} were leased to them;"
-        f" {peers['absent']:,} were gone, {peers['corrupt']:,} damaged, {peers['failures']:,} failures",
+        f"  peers  L1 of {readable:,} other hosts can be read; {Links.PEER_GETS.of(store):,} blocks"
+        f" ({size(Links.PEER_BYTES.of(store))}) came from there, {Links.PEER_LEASED.of(store):,} were leased"
+        f" to them; {Links.PEER_ABSENT.of(store):,} were gone, {Links.PEER_CORRUPT.of(store):,} damaged,"
+        f" {Links.PEER_FAILURES.of(store):,} failures",
         *([f"         {error}"] if error else []),
     ]
 
@@ -114,34 +122,36 @@ def _peer_lines(peers: Facts, error: str) -> list[str]:
 
 def _scheduler_lines(scheduler: Facts) -> list[str]:
     head = f"scheduler.{scheduler['id']}  {scheduler['state']}"
-    m = scheduler["measured"]
-    if not m:  # the scheduler is starting
+    if not scheduler["measured"]:  # the scheduler is starting
         return [head]
-    backoffs = m["tier_backoffs"]
+    shown = {"measured": {"tiers": scheduler["measured"]}}
+    backoffs = Tiers.BACKOFFS.of(shown)
     rests = f"; backed off {backoffs:,} times from a tier that did not answer" if backoffs else ""
     links = scheduler["tiers"] or {}
     return [
-        f"{head}  {m['lookups_open']:,} lookups and {m['jobs_open']:,} copies open{rests}",
-        f"  restored  {m['loads']:,} times, {m['restored_tokens']:,} tokens:"
-        f" {m['l1_hit_blocks']:,} blocks of L1, {m['l2_hit_blocks']:,} of L2;"
-        f" {m['loads_declined']:,} times computing was cheaper, {m['loads_failed']:,} failed",
-        f"  stored    {m['stored_blocks']:,} blocks,"
-        f" {m['stored_ahead_blocks']:,} before a preemption needed it;"
-        f" {m['stores_failed']:,} stores failed",
-        f"  dropped   {m['dropped_blocks']:,} blocks,"
-        f" {m['dropped_preempted_blocks']:,} of preempted sequences",
-        f"  restore   p50 {m['restore_p50_ms']:g} ms, p99 {m['restore_p99_ms']:g} ms;"
-        f" prediction off by {m['restore_error_p50_pct']:g} % (p50)",
-        f"  recompute prediction off by {m['recompute_error_p50_pct']:g} % (p50)",
+        f"{head}  {OnLinks.LOOKUPS_OPEN.of(shown):,} lookups and {OnLinks.JOBS.of(shown):,} copies"
+        f" open{rests}",
+        f"  restored  {Tiers.LOADS.of(shown):,} times, {Tiers.RESTORED.of(shown):,} tokens:"
+        f" {Tiers.L1_HITS.of(shown):,} blocks of L1, {Tiers.L2_HITS.of(shown):,} of L2;"
+        f" {Tiers.DECLINED.of(shown):,} times computing was cheaper, {Tiers.LOADS_FAILED.of(shown):,} failed",
+        f"  stored    {Tiers.STORED.of(shown):,} blocks,"
+        f" {Tiers.STORED_AHEAD.of(shown):,} before a preemption needed it;"
+        f" {Tiers.STORES_FAILED.of(shown):,} stores failed",
+        f"  dropped   {Tiers.DROPPED.of(shown):,} blocks,"
+        f" {Tiers.DROPPED_PREEMPTED.of(shown):,} of preempted sequences",
+        f"  restore   p50 {OnLinks.RESTORE_P50.of(shown):g} ms, p99 {OnLinks.RESTORE_P99.of(shown):g} ms;"
+        f" prediction off by {OnLinks.RESTORE_ERROR_P50.of(shown):g} % (p50)",
+        f"  recompute prediction off by {OnLinks.RECOMPUTE_ERROR_P50.of(shown):g} % (p50)",
         *(_link_line(name, facts) for name, facts in links.items()),
     ]
 
 
 def _link_line(executor: str, facts: Facts) -> str:
+    up = ("up", OnLinks.UP_RATE, OnLinks.UP_MOVED, OnLinks.UP_PENDING)
+    down = ("down", OnLinks.DOWN_RATE, OnLinks.DOWN_MOVED, OnLinks.DOWN_PENDING)
     ways = [
-        f"{way} {rate(facts[f'{way}_bytes_per_s'])}, {size(facts[f'{way}_moved_bytes'])} moved,"
-        f" {facts[f'{way}_pending']:,} pending"
-        for way in ("up", "down")
+        f"{way} {rate(speed.of(facts))}, {size(moved.of(facts))} moved, {pending.of(facts):,} pending"
+        for way, speed, moved, pending in (up, down)
     ]
     return f"  executor {executor} on {facts['host']}: {'; '.join(ways)}"
 

@@ -27,7 +27,7 @@ WAIT_US = 10_000_000  # JetStream may be asked first, for a second each
 MOST_DIGITS = 12  # the tokenizer knows the highest weight
 ANSWER_S = 1.0  # for the answers of all hosts
 # What a host answers to `load` and `unload`, by the state of the model there.
-_SAID = {
+_STATES = {
     "load": {
         CHANGING: "is being loaded, `headrace model list` shows when it is",
         UNLOADED: "is loaded with the first request for it, since others use its memory now",
@@ -146,8 +146,8 @@ async def load(target: Target, fleet: str, what: str, model: str) -> int:
         )
     for answer in answers:
         error = answer.get("error")
-        said = _SAID[what].get(answer["state"], answer["state"]) if error is None else error["message"]
-        print(f"{model} on host {answer['host']}: {said}")
+        outcome = _STATES[what].get(answer["state"], answer["state"]) if error is None else error["message"]
+        print(f"{model} on host {answer['host']}: {outcome}")
     return 1 if any("error" in answer for answer in answers) else 0
 
 

@@ -115,8 +115,8 @@ def lines(found: Sizing, name: str, free_bytes: int) -> list[str]:
         ("processes", processes, ""),
         ("all", found.total_bytes, "weights and KV on GPUs" if found.on_gpu else here),
     )
-    said = f"{name}, {found.users} users at once with {found.context:,} tokens each"
-    return [said, *(f"  {what:<10} {_size(size):>9}  {note}".rstrip() for what, size, note in rows)]
+    line = f"{name}, {found.users} users at once with {found.context:,} tokens each"
+    return [line, *(f"  {what:<10} {_size(size):>9}  {note}".rstrip() for what, size, note in rows)]
 
 
 def print_sizing(settings: Settings, context: int, users: int) -> int:

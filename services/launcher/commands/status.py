@@ -33,6 +33,8 @@ from shared.client.client import request_all
 from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import access, subjects
 from shared.nats.interface import Bus
+from shared.telemetry import counters
+from shared.telemetry.counters import KvOffloadCounter, KvOffloadLinkCounter, SchedulerCounter
 
 
 async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool) -> None:
@@ -154,10 +156,16 @@ _REFUSALS = (
     (
         "scheduler",
         429,
+        SchedulerCounter.REFUSED_429,
         "its queue is full, or its wait too long. Add an executor, send less, or raise max_waiting",
     ),
-    ("scheduler", 503, "no executor has come in time"),
-    ("tokenizer", 503, "no scheduler has answered, or none had an executor and a detokenizer"),
+    ("scheduler", 503, SchedulerCounter.REFUSED_503, "no executor has come in time"),
+    (
+        "tokenizer",
+        503,
+        counters.TokenizerCounter.UNAVAILABLE,
+        "no scheduler has answered, or none had an executor and a detokenizer",
+    ),
 )
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -256,7 +264,8 @@ def _table(fleet: Fleet, width: int) -> list[str]:
     shown = []
     for name, service, cells in rows:
         alike = [other for _, s, other in rows if s["kind"] == service["kind"]]
-        line = f"{name:<{names}}  {service['state']:<{states}}  {age(service.get('age_s', 0)):>3}"
+        old = age(counters.ProcessCounter.AGE.of(service))
+        line = f"{name:<{names}}  {service['state']:<{states}}  {old:>3}"
         line += f"  {service.get('host', ''):<{longest_host}}" if longest_host else ""
         for i, cell in enumerate(cells):
             longest = max(len(other[i]) for other in alike if len(other) > i)
@@ -273,8 +282,9 @@ def _cells(fleet: Fleet, service: Facts) -> list[str]:
     """The cells of a service's line; none if it starts or has failed: then its answer has no facts."""
     if service["state"] == "starting":
         return []
+    make = _CELLS.get(service["kind"])
     try:
-        cells = _CELLS[service["kind"]](fleet, service)
+        cells = make(fleet, service) if make is not None else counters.cells(service)
     except KeyError:
         return []
     model = service.get("model")
@@ -282,24 +292,7 @@ def _cells(fleet: Fleet, service: Facts) -> list[str]:
 
 
 def _gateway(_: Fleet, gateway: Facts) -> list[str]:
-    return [f"{gateway['active']:,} open", f"{_rate(gateway, 'requests')} requests/s", gateway["url"]]
-
-
-def _tokenizer(_: Fleet, tokenizer: Facts) -> list[str]:
-    rates = f"{_rate(tokenizer, 'requests')} requests/s", f"{_rate(tokenizer, 'prompt_tokens')} tok/s"
-    return [f"{tokenizer['pending']:,} in work", *rates]
-
-
-def _scheduler(_: Fleet, scheduler: Facts) -> list[str]:
-    recent = scheduler["last_10_s"]
-    return [
-        f"{scheduler['running']:,} running",
-        f"{scheduler['waiting']:,} waiting",
-        f"in {_rate(scheduler, 'prefilled')}",
-        f"out {_rate(scheduler, 'generated')} tok/s",
-        f"prefix hits {percent(recent.get('prefix_hits', 0), recent.get('prefix_lookups', 0))}",
-        f"{recent.get('preemptions', 0):,} preempted",
-    ]
+    return [*counters.cells(gateway), gateway["url"]]
 
 
 def _executor(fleet: Fleet, executor: Facts) -> list[str]:
@@ -309,37 +302,30 @@ def _executor(fleet: Fleet, executor: Facts) -> list[str]:
     engine = f"{executor['backend']} {executor['dtype']}".removesuffix(" none")
     if pool is None:
         return ["asleep", engine] if executor.get("asleep") else [engine]
-    used = pool["slots"] - pool["free_slots"]
-    of = f" of {size(kv_bytes)}" if (kv_bytes := executor.get("kv_bytes")) else ""
+    slots = SchedulerCounter.SLOTS.of(pool)
+    of = f" of {size(kv_bytes)}" if (kv_bytes := counters.ExecutorCounter.KV_BYTES.of(executor)) else ""
     return [
-        f"KV {pool['kv_used_pct']:.0f} %{of}",
-        f"step {pool['step_p50_ms']:.1f} ms",
-        f"{used} of {pool['slots']} slots",
+        f"KV {SchedulerCounter.KV_USED.of(pool):.0f} %{of}",
+        f"step {SchedulerCounter.STEP_P50.of(pool):.1f} ms",
+        f"{slots - SchedulerCounter.FREE_SLOTS.of(pool)} of {slots} slots",
         engine,
     ]
 
 
 def _kv_offload(_: Fleet, store: Facts) -> list[str]:
-    l1, l2, recent = store["tiers"]["l1"], store["tiers"]["l2"], store["last_10_s"]
-    if not l1["capacity_bytes"]:
+    if not (capacity := KvOffloadCounter.L1_BYTES.of(store)):
         return ["no L1: nothing shares it" if store.get("not_shared") else "off"]
-    used = f"L1 {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
-    reached = {"none": "no L2", "open": "L2 does not answer"}.get(l2["breaker"], "L2 answers")
-    return [used, reached, f"hits {percent(recent.get('hits', 0), recent.get('lookups', 0))}"]
+    used = f"L1 {size(KvOffloadCounter.L1_USED.of(store))} of {size(capacity)}"
+    states = {"none": "no L2", "open": "L2 does not answer"}
+    reached = states.get(KvOffloadLinkCounter.BREAKER.of(store), "L2 answers")
+    return [used, reached, *counters.cells(store)[1:]]
 
 
-def _detokenizer(_: Fleet, detokenizer: Facts) -> list[str]:
-    return [f"{detokenizer['requests']:,} in work", f"{_rate(detokenizer, 'tokens')} tok/s"]
-
-
-def _keeper(_: Fleet, keeper: Facts) -> list[str]:
-    return [f"{keeper['in_flight']:,} in flight", f"{_rate(keeper, 'stored')} answers/s"]
-
-
-_CELLS = {
-    "gateway": _gateway, "tokenizer": _tokenizer, "scheduler": _scheduler, "executor": _executor,
-    "kv_offload": _kv_offload, "detokenizer": _detokenizer, "keeper": _keeper,
-}  # fmt: skip
+_CELLS: dict[str, Callable[[Fleet, Facts], list[str]]] = {
+    "gateway": _gateway,
+    "executor": _executor,
+    "kv_offload": _kv_offload,
+}  # else those declared
 
 
 # ---- problems -----------------------------------------------------------------------------------
@@ -366,7 +352,10 @@ def _not_ready(fleet: Fleet) -> Iterator[str]:
     for service in fleet.services:
         name, state = fleet.name_of(service["kind"], service["id"]), service["state"]
         if state == "starting":
-            why, old = _STARTS.get(service["kind"], "requests wait for it"), age(service.get("age_s", 0))
+            why, old = (
+                _STARTS.get(service["kind"], "requests wait for it"),
+                age(counters.ProcessCounter.AGE.of(service)),
+            )
             yield f"{name} has been starting for {old}: {why}. Its log shows how far it is."
         elif state == "draining":
             yield f"{name} drains: it takes no new requests, and ends after its last one or drain_timeout_s."
@@ -418,27 +407,26 @@ def _kept_out(fleet: Fleet) -> Iterator[str]:
 
 def _queues(fleet: Fleet) -> Iterator[str]:
     for name, facts in fleet.of_kind("scheduler"):
-        recent = facts.get("last_10_s", {})
-        if facts.get("waiting") and recent.get("waiting", 0) >= GROWS:
+        waiting, grown = SchedulerCounter.WAITING.of(facts), SchedulerCounter.WAITING_REQUESTS.grown(facts)
+        if waiting and grown >= GROWS:
             yield (
-                f"{name} has {_many(facts['waiting'], 'request')} waiting, {recent['waiting']:,} more than "
-                f"{recent['seconds']:.0f} s ago: {_bottleneck(facts['executors'])}. "
-                "Add an executor, or send less."
+                f"{name} has {_many(waiting, 'request')} waiting, {grown:,} more than "
+                f"{_seconds(facts)} ago: {_bottleneck(facts['executors'])}. Add an executor, or send less."
             )
-    for kind, code, why in _REFUSALS:
+    for kind, code, count, why in _REFUSALS:
         for name, facts in fleet.of_kind(kind):
-            recent = facts.get("last_10_s", {})
-            if refused := recent.get(f"refused_{code}"):
-                yield f"{name} has refused {_many(refused, 'request')} with {code} {_lately(recent)}: {why}."
+            if refused := count.grown(facts):
+                asked, when = _many(refused, "request"), _seconds(facts)
+                yield f"{name} has refused {asked} with {code} in the last {when}: {why}."
 
 
 def _bottleneck(executors: Facts) -> str:
     pools = executors.values()
     if not pools:
         return "it has no executor"
-    if all(pool["free_slots"] == 0 for pool in pools):
+    if all(SchedulerCounter.FREE_SLOTS.of(pool) == 0 for pool in pools):
         return "all slots of its executors are in use"
-    if all(pool["kv_used_pct"] >= FULL_PCT for pool in pools):
+    if all(SchedulerCounter.KV_USED.of(pool) >= FULL_PCT for pool in pools):
         return "the KV cache of its executors is full"
     return "they come faster than its executors serve them"
 
@@ -486,7 +474,7 @@ def _tiers(fleet: Fleet) -> Iterator[str]:
     for name, facts in fleet.of_kind("kv_offload"):
         if why := facts.get("why_off"):
             yield f"{name} is off: {why}."
-        if facts.get("tiers", {}).get("l2", {}).get("breaker") == "open":
+        if KvOffloadLinkCounter.BREAKER.of(facts) == "open":
             why = f" ({facts['l2_error']})" if facts.get("l2_error") else ""
             yield (
                 f"{name} does not reach its L2 {facts.get('l2_url')}{why}: what leaves L1 is computed again. "
@@ -497,33 +485,42 @@ def _tiers(fleet: Fleet) -> Iterator[str]:
                 f"{name} cannot write to its L2 {facts.get('l2_url')} ({why}): it reads what is there, and "
                 "what leaves L1 is computed again. Give it memory or an eviction policy, or make it writable."
             )
-        if damaged := facts.get("tiers", {}).get("l2", {}).get("corrupt"):
+        if damaged := KvOffloadLinkCounter.DAMAGED.of(facts):
             yield (
                 f"{name} has deleted {_many(damaged, 'damaged value')} from its L2 {facts.get('l2_url')} "
                 "since it started, and computes them again: check that server's memory and disk, and what "
                 "else writes to it."
             )
-        if stuck := facts.get("stuck_calls"):
+        if stuck := KvOffloadLinkCounter.STUCK.of(facts):
             yield f"{name} waits for {_many(stuck, 'call')} that do not end: check {facts.get('l2_url')}."
 
 
 def _faults(fleet: Fleet) -> Iterator[str]:
     for service in fleet.services:
-        name, recent = fleet.name_of(service["kind"], service["id"]), service.get("last_10_s", {})
-        if errors := service.get("wire_errors"):
+        name = fleet.name_of(service["kind"], service["id"])
+        if errors := counters.ProcessCounter.WIRE_ERRORS.of(service):
             yield (
                 f"{name} has dropped {_many(errors, 'message')} that it could not read (wire errors): is a "
                 "service of another version in this fleet? Its log has the details."
             )
-        if failed := recent.get("failed_steps"):
-            yield f"{name} has failed {_many(failed, 'step')} {_lately(recent)}: its log has the reason."
-        if waiting := service.get("failover"):
+        if failed := counters.ExecutorCounter.FAILED.grown(service):
+            steps = _many(failed, "step")
+            yield f"{name} has failed {steps} in the last {_seconds(service)}: its log has the reason."
+        if waiting := counters.DetokenizerCounter.FAILOVER.of(service):
             yield f"{name} has {_many(waiting, 'request')} without a scheduler: start a scheduler."
 
 
 # ---- usage --------------------------------------------------------------------------------------
 
-COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+COLUMNS = tuple(
+    each.status
+    for each in (
+        SchedulerCounter.USED_REQUESTS,
+        SchedulerCounter.USED_PROMPT_TOKENS,
+        SchedulerCounter.USED_CACHED_TOKENS,
+        SchedulerCounter.USED_COMPLETION_TOKENS,
+    )
+)
 _HEAD = ("tenant", "model", "requests", "prompt tokens", "of them cached", "completion tokens")
 
 Usage = dict[tuple[str, str], Counter[str]]  # by tenant and model
@@ -538,7 +535,11 @@ async def usage(target: Target, fleet: str, *, as_json: bool) -> None:
         rows = [{"tenant": tenant, "model": model, **used} for (tenant, model), used in found.items()]
         print(json.dumps({"fleet": fleet, "usage": rows}, indent=2))
         return
-    ages = [int(service.get("age_s", 0)) for service in services if service.get("kind") == "scheduler"]
+    ages = [
+        int(counters.ProcessCounter.AGE.of(service))
+        for service in services
+        if service.get("kind") == "scheduler"
+    ]
     print(f"ended requests of the last {max(ages, default=0) / 3600:.1f} h, since the schedulers started")
     print("\n".join(table(found)))
 
@@ -583,22 +584,8 @@ def size(count: float) -> str:
     return f"{count:,.3g} {_UNITS[-1]}"
 
 
-def percent(part: float, whole: float) -> str:
-    """A share in percent; a dash if `whole` is 0."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def _rate(service: Facts, count: str) -> str:
-    """The growth of a count per second; a dash within the first second."""
-    recent = service["last_10_s"]
-    if not recent.get("seconds"):
-        return "-"
-    per_s = recent[count] / recent["seconds"]
-    return f"{per_s:.1f}" if 0 < per_s < 10 else f"{per_s:,.0f}"
-
-
-def _lately(recent: Facts) -> str:
-    return f"in the last {recent['seconds']:.0f} s"
+def _seconds(facts: Facts) -> str:
+    return f"{facts[counters.RECENT][counters.SECONDS]:.0f} s"
 
 
 def _many(count: int, what: str) -> str:

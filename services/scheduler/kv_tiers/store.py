@@ -189,6 +189,7 @@ def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
     if sequence.copy_job in state.tiers.jobs:
         return False
     computed = min(sequence.computed - _in_flight(executor, sequence), len(sequence.tokens))
+    prefix_cache.extend_keys(executor, sequence)
     prefix_cache.register(executor, sequence, computed)
     full, blocks = computed // pool.block_tokens, list[int]()
     left = full - sequence.copied

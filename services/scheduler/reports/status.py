@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -27,7 +26,7 @@ from services.scheduler import load_shedding
 from services.scheduler.fleet import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
-from services.scheduler.state.counters import Histogram, StepRecord
+from services.scheduler.state.counters import StepRecord, TenantUsage
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
 from services.scheduler.state.state import Executor, State
 from shared.actor.membership import COLD_START, MIXED, WAITS, WORK
@@ -35,29 +34,13 @@ from shared.kv_blocks import blocks_for
 from shared.messages import ExecHello
 from shared.step_model import StepShape
 from shared.telemetry import traces as c
-from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
+from shared.telemetry.counters import Counted, declared, in_load, in_status, points
+from shared.telemetry.counters import SchedulerCounter as Count
+from shared.telemetry.counters import SchedulerLinkCounter as Links
+from shared.telemetry.counters import SchedulerTierCounter as TierCount
+from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import Choice, request_spans, to_body
 
-PREFIX = "headrace.scheduler"
-TTFT = "gen_ai.server.time_to_first_token"
-TPOT = "gen_ai.server.time_per_output_token"
-E2E = "gen_ai.server.request.duration"
-_GEN_AI: Attributes = ((c.GEN_AI_OPERATION, "text_completion"), (c.GEN_AI_PROVIDER, c.PROVIDER))
-TIER_COUNTERS = {  # attribute of Counters -> unit
-    "loads": "{load}",
-    "loads_declined": "{load}",
-    "loads_failed": "{load}",
-    "l1_hit_blocks": "{block}",
-    "l2_hit_blocks": "{block}",
-    "restored_tokens": "{token}",
-    "stored_blocks": "{block}",
-    "stored_ahead_blocks": "{block}",
-    "stores_failed": "{store}",
-    "dropped_blocks": "{block}",
-    "dropped_preempted_blocks": "{block}",
-    "tier_backoffs": "{rest}",
-}
-_US, _PER_MILLE = 1e6, 1e3
 MAX_STEPS = 2_000  # in one trace, the newest: about 200 kB, below the payload limit of any server
 MAX_SPLIT = 64  # steps with timeline segments in one trace, the newest: 300 bytes each
 STEP_COLUMNS = (
@@ -69,14 +52,11 @@ LAST_STEPS = 256  # of an executor, for the median of its step time
 
 def load(state: State) -> tuple[tuple[str, int], ...]:
     """Numbers for the heartbeat."""
-    running = sum(len(e.running) for e in state.executors.values())
-    figures: tuple[tuple[str, int], ...]
-    figures = ("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting))
     options = (
         *((COLD_START, load_shedding.executor_wait_us(state)), (MIXED, int(state.limits.accept_mixed))),
         *(zip((WORK, WAITS), sleep.work(state), strict=True) if state.limits.shares_memory else ()),
     )
-    return (*figures, *(option for option in options if option[1]))
+    return (*in_load(counted(state)), *(option for option in options if option[1]))
 
 
 def awaiting_executor(state: State) -> int:
@@ -85,31 +65,56 @@ def awaiting_executor(state: State) -> int:
     return sum(group.request.tokenized.model not in served for group in state.waiting)
 
 
-def counts(state: State) -> dict[str, int]:
-    """Counts for `headrace status`, which shows their changes within the last seconds."""
-    counters = state.counters
+def counted(state: State) -> Counted:
+    """What is counted, but for counts of a tenant, a class, a link. When nothing runs, requests are 0."""
+    counters, phases = state.counters, [s.phase for s in state.sequences.values()]
     return {
-        "waiting": len(state.waiting),
-        "refused_429": counters.rejected.get(429, 0),
-        "refused_503": counters.rejected.get(503, 0),
-        "prefilled": counters.prefill_tokens,
-        "generated": counters.generated_tokens,
-        "prefix_lookups": counters.prefix_lookup_tokens,
-        "prefix_hits": counters.prefix_hit_tokens,
-        "preemptions": counters.preemptions,
+        Count.REQUESTS: len(state.requests),
+        Count.RUNNING: sum(len(e.running) for e in state.executors.values()),
+        Count.WAITING_REQUESTS: len(state.waiting),
+        Count.WAITING: phases.count(Phase.WAITING),
+        Count.CLOSING: phases.count(Phase.CLOSING),
+        Count.AWAITING_EXECUTOR: awaiting_executor(state),
+        Count.REFUSED_429: counters.rejected.get(429, 0),
+        Count.REFUSED_503: counters.rejected.get(503, 0),
+        Count.PREFIX_LOOKUPS: counters.prefix_lookup_tokens,
+        Count.PREFIX_HITS: counters.prefix_hit_tokens,
+        Count.PREFILLED: counters.prefill_tokens,
+        Count.RECOMPUTED: counters.recomputed_tokens,
+        Count.GENERATED: counters.generated_tokens,
+        Count.WASTED_ROWS: counters.wasted_rows,
+        Count.PREEMPTIONS: counters.preemptions,
+        Count.MOVES: counters.moves,
+        Count.ROLE_CHANGES: counters.role_changes,
+        Count.PREDICTED_TIME: counters.predicted_us,
+        Count.BUDGET: counters.budget_tokens,
+        Count.HIT_RATIO: counters.prefix_hit_pm,
+        Count.RECOMPUTE_OVERHEAD: counters.recompute_overhead_pm,
+        **{each: getattr(counters, each.status.rpartition(".")[2]) for each in declared(TierCount)},
+        Links.LOOKUPS_OPEN: len(state.tiers.lookups),
+        Links.JOBS: len(state.tiers.jobs),
+        Links.RESTORE_P50: counters.restore_us.quantile(500) / 1000,
+        Links.RESTORE_P99: counters.restore_us.quantile(990) / 1000,
+        Links.RESTORE_ERROR_P50: counters.restore_error_pm.quantile(500) / 10,
+        Links.RECOMPUTE_ERROR_P50: counters.recompute_error_pm.quantile(500) / 10,
+    }
+
+
+def _of_tenant(usage: TenantUsage) -> Counted:
+    return {
+        Count.USED_REQUESTS: usage.requests,
+        Count.USED_PROMPT_TOKENS: usage.prompt_tokens,
+        Count.USED_CACHED_TOKENS: usage.cached_tokens,
+        Count.USED_COMPLETION_TOKENS: usage.completion_tokens,
     }
 
 
 def status(state: State) -> dict[str, object]:
     """The status document. When nothing runs, requests are 0 and all blocks and slots are free."""
-    phases = [s.phase for s in state.sequences.values()]
+    shown = in_status(counted(state))
     return {
         "policy": str(state.limits.policy),
-        "requests": len(state.requests),
-        "waiting": phases.count(Phase.WAITING),
-        "awaiting_executor": awaiting_executor(state),
-        "running": phases.count(Phase.RUNNING),
-        "closing": phases.count(Phase.CLOSING),
+        **shown,
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
         "states": sleep.states(state),
@@ -120,8 +125,10 @@ def status(state: State) -> dict[str, object]:
             for name, e in sorted(state.executors.items())
             if e.hello.host_id in state.tiers.by_host
         },
-        "measured": measured(state),
-        "usage": {tenant: asdict(usage) for tenant, usage in sorted(state.counters.usage.items())},
+        "measured": measured(state, shown["measured"]),
+        "usage": {
+            tenant: in_status(_of_tenant(usage)) for tenant, usage in sorted(state.counters.usage.items())
+        },
     }
 
 
@@ -150,15 +157,15 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "cached_blocks": pool.cached_blocks,
         "dirty_blocks": pool.dirty_blocks,
         "copying_blocks": pool.copying_blocks,
-        "kv_used_pct": round(100 * used_share(executor), 1),
-        "waste_tokens": waste_tokens(executor),
+        Count.KV_USED.status: round(100 * used_share(executor), 1),
+        Count.WASTE.status: waste_tokens(executor),
         "block_tokens": pool.block_tokens,
-        "slots": pool.slots,
-        "free_slots": len(pool.free_slots),
-        "running": len(held),
+        Count.SLOTS.status: pool.slots,
+        Count.FREE_SLOTS.status: len(pool.free_slots),
+        Count.RUNNING.status: len(held),
         "computed_tokens": used,
         "steps": executor.steps_done,
-        "step_p50_ms": step_p50_us(state, executor) / 1000,
+        Count.STEP_P50.status: step_p50_us(state, executor) / 1000,
         "in_flight": len(executor.in_flight),
     }
 
@@ -178,18 +185,17 @@ def _tier_status(state: State, executor: Executor) -> dict[str, object]:
         "reuse_pm": state.prefix_reuse_pm,
         "chunk_tokens": executor.chunk_tokens,
     }
-    for name, link in (("up", executor.up), ("down", executor.down)):
-        facts |= {
-            f"{name}_bytes_per_s": link.bytes_per_second if link.copies_seen else 0,
-            f"{name}_block_us": link.block_us(executor.hello.bytes_per_block),
-            f"{name}_moved_bytes": link.moved_bytes,
-            f"{name}_pending": link.pending_jobs,
-        }
+    up = (Links.UP_RATE, Links.UP_MOVED, Links.UP_PENDING)
+    down = (Links.DOWN_RATE, Links.DOWN_MOVED, Links.DOWN_PENDING)
+    for name, link, counts in ("up", executor.up, up), ("down", executor.down, down):
+        values = link.bytes_per_second if link.copies_seen else 0, link.moved_bytes, link.pending_jobs
+        facts[f"{name}_block_us"] = link.block_us(executor.hello.bytes_per_block)
+        facts |= in_status(dict(zip(counts, values, strict=True)))
     return facts
 
 
-def measured(state: State) -> dict[str, dict[str, object]]:
-    """The counters since the start; times are upper bounds of a histogram's buckets."""
+def measured(state: State, counts: dict[str, Any]) -> dict[str, dict[str, object]]:
+    """The `counts` since the start with the rest; times are upper bounds of a histogram's buckets."""
     counters = state.counters
     return {
         "queue": {
@@ -203,36 +209,16 @@ def measured(state: State) -> dict[str, dict[str, object]]:
         "steps": {
             "mode": counters.mode,
             **counters.steps,
-            "budget_tokens": counters.budget_tokens,
+            **counts["steps"],
             "step_p50_ms": counters.step_us.quantile(500) / 1000,
             "prediction_error_p50_pct": counters.step_error_pm.quantile(500) / 10,
-            "wasted_rows": counters.wasted_rows,
         },
         "tokens": {
-            "generated": counters.generated_tokens,
-            "prefilled": counters.prefill_tokens,
-            "prefix_hits": counters.prefix_hit_tokens,
+            **counts["tokens"],
             "prefix_hit_pct": counters.prefix_hit_pm / 10,
-            "preemptions": counters.preemptions,
-            "moves": counters.moves,
-            "recomputed": counters.recomputed_tokens,
             "recompute_overhead_pct": counters.recompute_overhead_pm / 10,
         },
-        "tiers": _measured_tiers(state),
-    }
-
-
-def _measured_tiers(state: State) -> dict[str, object]:
-    counters = state.counters
-    counted = {name: getattr(counters, name) for name in TIER_COUNTERS}
-    return {
-        **counted,
-        "lookups_open": len(state.tiers.lookups),
-        "jobs_open": len(state.tiers.jobs),
-        "restore_p50_ms": counters.restore_us.quantile(500) / 1000,
-        "restore_p99_ms": counters.restore_us.quantile(990) / 1000,
-        "restore_error_p50_pct": counters.restore_error_pm.quantile(500) / 10,
-        "recompute_error_p50_pct": counters.recompute_error_pm.quantile(500) / 10,
+        "tiers": counts["tiers"],
     }
 
 
@@ -272,99 +258,54 @@ def waste_tokens(executor: Executor) -> int:
 
 def metric_points(state: State) -> Metrics:
     """All metrics, for export."""
-    return [*_counters(state), *_gauges(state), *_histograms(state)]
+    whole = {each: value for each, value in counted(state).items() if not each.attributes}
+    return [*points(whole), *_labelled(state), *_histograms(state)]
 
 
-def _counters(state: State) -> Iterator[MetricPoint]:
-    counters = state.counters
-    for name, value, group in (
-        ("prefix.lookup_tokens", counters.prefix_lookup_tokens, "{token}"),
-        ("prefix.hit_tokens", counters.prefix_hit_tokens, "{token}"),
-        ("prefill_tokens", counters.prefill_tokens, "{token}"),
-        ("recomputed_tokens", counters.recomputed_tokens, "{token}"),
-        ("generated_tokens", counters.generated_tokens, "{token}"),
-        ("wasted_rows", counters.wasted_rows, "{row}"),
-        ("preemptions", counters.preemptions, "{preemption}"),
-        ("moves", counters.moves, "{move}"),
-        ("role_changes", counters.role_changes, "{change}"),
-        ("step.predicted_duration", counters.predicted_us / _US, "s"),
-    ):
-        yield MetricPoint(f"{PREFIX}.{name}", value, group, is_counter=True)
-    for name, group in TIER_COUNTERS.items():
-        yield MetricPoint(
-            f"{PREFIX}.tiers.{name.removeprefix('tier_')}", getattr(counters, name), group, is_counter=True
-        )
-    for mode, steps in counters.steps.items():
-        yield MetricPoint(f"{PREFIX}.steps", steps, "{step}", ((c.OVERLAP_MODE, mode),), is_counter=True)
-    for code, requests in counters.rejected.items():
-        yield MetricPoint(
-            f"{PREFIX}.rejected", requests, "{request}", ((c.ERROR_TYPE, str(code)),), is_counter=True
-        )
-    for reason, sequences in counters.finished.items():
-        yield MetricPoint(
-            f"{PREFIX}.finished", sequences, "{sequence}", (("reason", reason),), is_counter=True
-        )
+def _labelled(state: State) -> Iterator[MetricPoint]:
+    for mode, steps in state.counters.steps.items():
+        yield Count.STEPS.point(steps, mode)
+    for code, requests in state.counters.rejected.items():
+        yield Count.REJECTED.point(requests, str(code))
+    for reason, sequences in state.counters.finished.items():
+        yield Count.FINISHED.point(sequences, reason)
+    for name, groups in queued(state).items():
+        yield Count.QUEUED.point(groups, name)
+    for executor in state.executors.values():
+        name = executor.hello.executor
+        yield Count.RUNNING.point(len(executor.running), name)
+        yield Count.BLOCKS_USED.point(used_share(executor), name)
+        yield Count.WASTE.point(waste_tokens(executor), name)
+        for kind, count in blocks(executor).items():
+            yield Count.BLOCKS.point(count, name, kind)
+        for direction, link in (("up", executor.up), ("down", executor.down)):  # a rate needs a copy
+            yield Links.RATE.point(link.bytes_per_second if link.copies_seen else 0, name, direction)
+            yield Links.PENDING.point(link.pending_bytes, name, direction)
+            yield Links.MOVED.point(link.moved_bytes, name, direction)
 
 
 def usage_points(state: State, model: str) -> Iterator[MetricPoint]:
     """The usage of the tenants of a model."""
     for tenant, usage in sorted(state.counters.usage.items()):
-        whose: Attributes = ((c.TENANT, tenant), ("model", model))
-        for name, count in asdict(usage).items():
-            unit = "{request}" if name == "requests" else "{token}"
-            yield MetricPoint(f"{PREFIX}.usage.{name}", count, unit, whose, is_counter=True)
-
-
-def _gauges(state: State) -> Iterator[MetricPoint]:
-    for name, groups in queued(state).items():
-        yield MetricPoint(f"{PREFIX}.queue.requests", groups, "{request}", (("slo.class", name),))
-    yield MetricPoint(f"{PREFIX}.queue.awaiting_executor", awaiting_executor(state), "{request}")
-    for executor in state.executors.values():
-        where: Attributes = ((c.EXECUTOR, executor.hello.executor),)
-        yield MetricPoint(f"{PREFIX}.running", len(executor.running), "{sequence}", where)
-        yield MetricPoint(f"{PREFIX}.blocks_used", used_share(executor), "1", where)
-        yield MetricPoint(f"{PREFIX}.waste_tokens", waste_tokens(executor), "{token}", where)
-        for kind, count in blocks(executor).items():
-            yield MetricPoint(f"{PREFIX}.blocks", count, "{block}", (*where, ("state", kind)))
-        yield from _links(executor, where)
-    yield MetricPoint(f"{PREFIX}.tiers.jobs", len(state.tiers.jobs), "{job}")
-    counters = state.counters
-    yield MetricPoint(f"{PREFIX}.step.budget_tokens", counters.budget_tokens, "{token}")
-    yield MetricPoint(f"{PREFIX}.prefix.hit_ratio", counters.prefix_hit_pm / _PER_MILLE, "1")
-    yield MetricPoint(f"{PREFIX}.recompute_overhead", counters.recompute_overhead_pm / _PER_MILLE, "1")
-
-
-def _links(executor: Executor, where: Attributes) -> Iterator[MetricPoint]:
-    """The links to and from the tier below; a rate is 0 until a copy has been measured."""
-    for direction, link in (("up", executor.up), ("down", executor.down)):
-        there = (*where, ("direction", direction))
-        yield MetricPoint(
-            f"{PREFIX}.tiers.rate", link.bytes_per_second if link.copies_seen else 0, "By/s", there
-        )
-        yield MetricPoint(f"{PREFIX}.tiers.pending", link.pending_bytes, "By", there)
-        yield MetricPoint(f"{PREFIX}.tiers.moved", link.moved_bytes, "By", there, is_counter=True)
+        for each, count in _of_tenant(usage).items():
+            yield each.point(count, tenant, model)
 
 
 def _histograms(state: State) -> Iterator[HistogramPoint]:
-    counters = state.counters
-    for name, histogram in ((TTFT, counters.ttft_us), (TPOT, counters.tpot_us), (E2E, counters.e2e_us)):
-        yield _histogram(name, histogram, _US, "s", _GEN_AI)
-    yield _histogram(f"{PREFIX}.inter_token.duration", counters.inter_token_us, _US, "s")
-    yield _histogram(f"{PREFIX}.queue.duration", counters.queue_us, _US, "s")
-    yield _histogram(f"{PREFIX}.step.duration", counters.step_us, _US, "s")
-    yield _histogram(f"{PREFIX}.step.prediction_error", counters.step_error_pm, _PER_MILLE, "1")
-    yield _histogram(f"{PREFIX}.tiers.restore.duration", counters.restore_us, _US, "s")
-    yield _histogram(f"{PREFIX}.tiers.restore.prediction_error", counters.restore_error_pm, _PER_MILLE, "1")
-    yield _histogram(
-        f"{PREFIX}.tiers.recompute.prediction_error", counters.recompute_error_pm, _PER_MILLE, "1"
-    )
-
-
-def _histogram(
-    name: str, of: Histogram, per: float, group: str, attributes: Attributes = ()
-) -> HistogramPoint:
-    bounds = [bound / per for bound in of.bounds]
-    return HistogramPoint(name, bounds, list(of.counts), of.total / per, group, attributes)
+    counters, ours = state.counters, ("text_completion", c.PROVIDER)
+    for each, of in (
+        (Count.TTFT, counters.ttft_us),
+        (Count.TPOT, counters.tpot_us),
+        (Count.E2E, counters.e2e_us),
+        (Count.INTER_TOKEN, counters.inter_token_us),
+        (Count.QUEUE_TIME, counters.queue_us),
+        (Count.STEP_TIME, counters.step_us),
+        (Count.STEP_ERROR, counters.step_error_pm),
+        (Links.RESTORE_TIME, counters.restore_us),
+        (Links.RESTORE_ERROR, counters.restore_error_pm),
+        (Links.RECOMPUTE_ERROR, counters.recompute_error_pm),
+    ):
+        yield each.histogram(of.bounds, of.counts, of.total, *(ours if each.attributes else ()))
 
 
 def trace(
@@ -460,9 +401,7 @@ def executors_wanted(state: State) -> Terms:
 def scale_points(state: State, model: str) -> Iterator[MetricPoint]:
     """The terms as metrics."""
     for term, executors in executors_wanted(state).items():
-        yield MetricPoint(
-            "headrace.scale_wanted", executors, "{executor}", (("term", term), ("model", model))
-        )
+        yield Count.WANTED.point(executors, term, model)
 
 
 def _rows(state: State, serving: list[Executor], waiting: int) -> int:

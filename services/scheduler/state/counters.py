@@ -4,45 +4,8 @@ The core adds to these attributes; ../reports/status.py computes other values fr
 shared/telemetry/metrics.py exports both. Counters only grow. No decision depends on them, so the hash of the
 state leaves them out.
 
-counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefix cache
-             prefix_hit_tokens      ... that were found there and not computed
-             prefill_tokens         prompt tokens that steps computed, including recomputed ones
-             recomputed_tokens      tokens whose KV a preemption or requeue lost
-             generated_tokens       sampled tokens that were applied
-             wasted_rows            rows of a step with a sample that was not used
-             preemptions            sequences that were preempted
-             moves                  sequences that moved from one executor to another
-             role_changes           changes of the number of executors that only prefill
-             predicted_us           predicted time of all steps in `step_error_pm`
-by a name    steps {mode: n}        `count_step(mode)`
-             rejected {code: n}     `count_rejected(code)`
-             finished {reason: n}   `count_finished(reason)`
-             usage {tenant: counts} `add_usage(tenant, usage)`
-             loads                  loads of blocks from a tier
-             loads_declined         loads not made, because computing again was faster
-             loads_failed           loads that failed
-             l1_hit_blocks          blocks loaded from DRAM
-             l2_hit_blocks          blocks loaded from the remote tier, through DRAM
-             restored_tokens        tokens of both
-             stored_blocks          blocks copied to DRAM
-             stored_ahead_blocks    ... before their sequence was preempted
-             stores_failed          copies to DRAM that failed
-             dropped_blocks         blocks given up without a copy
-             dropped_preempted_blocks  ... that a preempted sequence must compute again
-             tier_backoffs             times that a kv_offload missed answers and was not used for a while
-last value   budget_tokens          chunk budget of the last step planned
-             mode                   overlap mode of the last step planned
-histograms   queue_us               arrival to first admission
-             ttft_us                arrival to first token applied
-             inter_token_us         between two tokens of a sequence as they were applied
-             tpot_us                sequences that ended normally: first to last token, divided by the tokens
-                                    after the first
-             e2e_us                 sequences that ended normally: arrival to end here
-             step_us                a step's time on the executor
-             step_error_pm          |step time - predicted| / predicted, per mille: see `add_step`
-             restore_us             a load, from KvPrefetch to KvCopied
-             restore_error_pm       prediction error of restore_us, likewise
-             recompute_error_pm     prediction error of a resumed sequence's recomputation, likewise
+What each counts: shared/telemetry/counters.py. `_us` are histograms of durations, `_pm` of prediction errors,
+|real - predicted| / predicted, per mille; `budget_tokens` and `mode` are those of the last step planned.
 
 `StepLog` keeps the last steps for traces, in a ring, and chooses the steps that become spans.
 

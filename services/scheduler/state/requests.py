@@ -250,6 +250,18 @@ class Sequence(StepFields):
     def is_live(self) -> bool:
         return self.phase in (Phase.WAITING, Phase.RUNNING)
 
+    @property
+    def due_us(self) -> int:
+        """When it is overdue; for a closing one, when the wait for its Ended is over."""
+        request = self.request
+        if self.is_live:
+            begun = any(s.admitted_us for s in request.sequences)
+            start_us = request.executor_deadline_us or request.start_deadline_us
+            return request.deadline_us if begun or not start_us else min(request.deadline_us, start_us)
+        return (  # without a detokenizer none has its Close yet
+            self.close_deadline_us if request.shard else max(self.close_deadline_us, request.deadline_us)
+        )
+
     def leave(self) -> None:
         """Forget the executor; rows in flight are ignored from now on."""
         self.most_computed = max(self.most_computed, min(self.computed, len(self.tokens)))

@@ -256,7 +256,7 @@ def of_state(call: Call, state: Mapping[str, Any]) -> Body:
     return response(call, status)
 
 
-def said(call: Call, native: Body) -> Body:
+def answer_turn(call: Call, native: Body) -> Body:
     """The message of an answer, for the conversation that continues it."""
     message: Body = answer(call, [native], ())["choices"][0]["message"]
     kept = ("role", "content", "reasoning_content", "tool_calls")

@@ -449,9 +449,9 @@ def _turns(items: Sequence[BaseModel]) -> list[Body]:
     turns: list[Body] = []
     reasoning: list[str] = []
 
-    def assistant(**said: Any) -> None:
+    def assistant(**more: Any) -> None:
         thought = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
-        turns.append({"role": "assistant", **said, **thought})
+        turns.append({"role": "assistant", **more, **thought})
         reasoning.clear()
 
     for item in items:

@@ -48,7 +48,7 @@ class Served:
 
 
 class Known:
-    """Answers requests on time, whoever brings them."""
+    """Answers requests on time, from any client."""
 
     def __init__(self, latency: Latency, pacer: Pacer) -> None:
         self.served: list[Served] = []

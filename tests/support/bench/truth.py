@@ -103,7 +103,7 @@ class Trial:
 
     @property
     def goals(self) -> dict[str, float]:
-        """Kept by those that are not slow, whatever the noise."""
+        """Kept by clients that are not slow, at any noise."""
         return {"ttft": 2 * self.first_ms, "tpot": 2 * self.gap_ms}
 
     @property
@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             trial = Trial(transport, in_flight, requests, given.first_ms, given.gap_ms)
             for row in run(trial):
                 good &= row.good
-                told = f"{row.client:>12.3f}{row.server:>12.3f}  {'good' if row.good else 'BAD'}"
-                print(f"{transport:<5}{in_flight:>6}  {row.name:<18}{told}", flush=True)
+                line = f"{row.client:>12.3f}{row.server:>12.3f}  {'good' if row.good else 'BAD'}"
+                print(f"{transport:<5}{in_flight:>6}  {row.name:<18}{line}", flush=True)
     return 0 if good else 1
 
 

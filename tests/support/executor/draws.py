@@ -65,7 +65,7 @@ def chi_square(seen: Tensor, probabilities: Tensor) -> Fit:
     place = torch.arange(len(wanted)).masked_fill(rare, int(wanted.argmax()))  # into the largest
     wanted, found = _pooled(place, wanted, found)
     if len(wanted) < 2:
-        raise ValueError(f"{int(seen.sum())} draws fill one cell, which says nothing; draw more")
+        raise ValueError(f"{int(seen.sum())} draws fill one cell, which shows nothing; draw more")
     statistic = ((found - wanted) ** 2 / wanted).sum()
     degrees = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
     return Fit(len(wanted), float(statistic), float(torch.special.gammaincc(degrees, statistic / 2)))

@@ -30,7 +30,7 @@ WITHIN_S = 90  # for what must happen; far above what it takes
 
 def small_engine(engine: str, folder: Path, processors: Mapping[str, MakeProcessor]) -> Backend:
     """A `sim` engine that takes no time, or a `torch` one with the tiny model in `folder`, also on `cuda`;
-    with `/fp8` behind the name it keeps KV in fp8."""
+    with `/fp8` after the name it keeps KV in fp8."""
     if engine == "sim":
         return SimBackend(
             SimOptions(

@@ -37,7 +37,7 @@ def options(folder: Path, **more: Any) -> TorchOptions:
 
 
 class Watched:
-    """A group, and what it said when it was lost."""
+    """A group, and its last message when it was lost."""
 
     def __init__(self, made: TorchOptions, size: int = 2, **environment: str) -> None:
         self.lost: SimpleQueue[str] = SimpleQueue()
@@ -121,7 +121,7 @@ def dies_as_one(made: Watched) -> None:
         group.copier.finish()
     with pytest.raises(EngineError, match="rank 1 is gone"):  # and again
         group.copier.detach()
-    assert step.empty()  # a step that nobody can finish has no result, not even an error
+    assert step.empty()  # a step that no rank can finish has no result, not even an error
     assert made.lost.empty()
     group.close()
 

@@ -1,4 +1,4 @@
-"""Logits processors as somebody else would write them, for tests through all services."""
+"""Logits processors as users would write them, for tests through all services."""
 
 from __future__ import annotations
 

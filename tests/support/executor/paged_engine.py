@@ -2,7 +2,7 @@
 
 A row may only compute on a prefix that is really in the blocks of its table; a sampled token is a
 hash of that whole prefix, so any block that is shared, copied, reused or fenced wrongly changes the
-tokens, and `expected_tokens` tells from the prompt alone what they must be.
+tokens, and `expected_tokens` computes from the prompt alone what they must be.
 
 `copy` moves token ids between blocks and the arena, so that the same holds of blocks that went down to a tier
 and came back. The fences of copies are asserted in tests/support/scheduler/tier_side.py.
@@ -46,7 +46,7 @@ def vector_of(prefix: list[int]) -> bytes:
 
 
 def expected_tokens(prompt: list[int], seed: int, max_tokens: int, stops: bool) -> list[int]:
-    """What a sequence must generate, whatever happens around it."""
+    """What a sequence must generate, at any events around it."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(next_token(tokens, seed, stops))

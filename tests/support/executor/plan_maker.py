@@ -77,7 +77,7 @@ class PlanMaker:
         )
 
     def set_table(self, slot: int, blocks: list[int]) -> None:
-        """Give a slot the table of a fork; the next plan tells the backend."""
+        """Give a slot the table of a fork; the next plan has it for the backend."""
         self.tables[slot] = list(blocks)
         self._untold[slot] = list(blocks)
 

@@ -70,7 +70,7 @@ LOGPROBS = (0, 1, 2, 21)
 SEEDS = (0, 1, 2**63, 2**64 - 1)
 LENGTHS = (0, 1, 2**31 - 1)  # max_length, besides those near the prompt's
 PROMPTS = ("plain", "one token", "rotten begin", "rotten end", "unknown token", "far token")
-PROCESSORS = ((), ("{",), ('{"name": "nobody", "args": {}}',))
+PROCESSORS = ((), ("{",), ('{"name": "absent", "args": {}}',))
 GRAMMARS = ("", "{", "[]", '{"kind": "regex", "source": "("}')
 
 
@@ -141,7 +141,7 @@ class Found:
 
 
 class House:
-    """An engine behind its device thread, fed by hand."""
+    """An engine under its device thread, fed by hand."""
 
     def __init__(self, backend: Backend) -> None:
         self.info, self._backend = backend.info, backend
@@ -154,8 +154,8 @@ class House:
         self._driver = Driver(backend)
 
     def answers(self, opened: list[SlotOpen], dice: random.Random) -> list[StepResult]:
-        """The results of their prompts in one step and of the decodes behind it, all queued before the first
-        is back; then they are closed. Blocks are anybody's who had them before."""
+        """The results of their prompts in one step and of the decodes after it, all queued before the first
+        is back; then they are closed. Blocks may have belonged to any sequence before."""
         blocks = list(range(self.info.blocks))
         dice.shuffle(blocks)
         tables = {o.slot: [blocks.pop() for _ in range(BLOCKS_EACH)] for o in opened}
@@ -203,8 +203,8 @@ def _note(
     found: Found, one: SlotOpen, row: int, results: list[StepResult], known: dict[int, list[int]]
 ) -> None:
     ids = [result.ids[row] for result in results]
-    said = [why for result in results for at, why in result.row_errors if at == row]
-    errors = [re.sub(r"/\S+", "PATH", why) for why in said]  # the model's temporary folder
+    reasons = [why for result in results for at, why in result.row_errors if at == row]
+    errors = [re.sub(r"/\S+", "PATH", why) for why in reasons]  # the model's temporary folder
     if one.slot < BYSTANDERS:
         found.compared += len(ids)
         if ids != known[one.slot] or errors:

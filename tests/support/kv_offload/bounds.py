@@ -38,7 +38,7 @@ class Run:
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> Run:
-        """Of answers that all came."""
+        """The figures of answers that all came."""
         gaps_s = [gap_s for answer in answers for gap_s in answer.gaps_s]
         return cls(median(gaps_s), max(gaps_s), max(answer.first_s for answer in answers))
 
@@ -62,7 +62,7 @@ def assert_first_tokens(run: Run, cold: Run) -> None:
 
 @dataclass
 class TierWatch:
-    """Hears what the services say to each other about blocks."""
+    """Receives the services' messages to each other about blocks."""
 
     l1_s: list[float] = field(default_factory=list)  # how long answers took that L1 alone gave: hits, stores
     loads_s: list[float] = field(default_factory=list)  # when blocks had been brought to a device
@@ -96,5 +96,5 @@ def assert_l1_is_quick(frozen_s: Sequence[float], calm_s: Sequence[float], run: 
     times an undisturbed answer, or a quarter of a step, are allowed as well. One that waited for a call to L2
     would take that call's deadline of a second. Where all wait, the scheduler soon asks no more: that L1
     serves on is asserted beside this."""
-    assert min(len(frozen_s), len(calm_s)) >= 3, "too few answers to say anything"
+    assert min(len(frozen_s), len(calm_s)) >= 3, "too few answers for a verdict"
     assert median(frozen_s) <= max(L1_S, L1_TIMES * median(calm_s), L1_STEPS * run.step_s), frozen_s

@@ -124,7 +124,7 @@ class House:
             await self._runtimes.pop(name).finish(5)
 
     def l1(self) -> dict[str, Any]:
-        """What it says of L1."""
+        """Its status of L1."""
         tiers: Any = self.kv.status()["tiers"]
         return dict(tiers["l1"])
 

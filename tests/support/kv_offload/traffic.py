@@ -50,7 +50,7 @@ class Answer:
 
 
 class Traffic:
-    """One client's connection to a fleet, which also watches what the services say to each other."""
+    """One client's connection to a fleet, which also watches the services' messages to each other."""
 
     def __init__(self, bus: NatsBus, client: Client, model: str) -> None:
         self.bus = bus
@@ -99,7 +99,7 @@ class Traffic:
     async def many(
         self, numbers: Iterable[int], clients: int, on_answer: Callable[[int], None] = lambda _: None
     ) -> list[Answer]:
-        """All of them, so many at a time; `on_answer` hears how many have ended."""
+        """All of them, so many at a time; `on_answer` gets how many have ended."""
         queue, answers = iter(numbers), list[Answer]()
 
         async def one_client() -> None:
@@ -111,7 +111,7 @@ class Traffic:
         return answers
 
     async def services(self, *, all_answers: bool = False) -> dict[str, Status]:
-        """What each service of a fleet says, by kind; of several of a kind the last. It returns when each
+        """The status of each service of a fleet, by kind; of several of a kind the last. It returns when each
         kind has answered, or with `all_answers` not before the time for answers has passed."""
         found: dict[str, Status] = {}
 
@@ -168,7 +168,7 @@ async def traffic_to(up: Up, model: str, tenant: str = subjects.DEFAULT_TENANT) 
 
 
 def assert_same(answers: Iterable[Answer], reference: dict[int, list[int]]) -> None:
-    """Nobody failed, and every id is the one that was computed without any tier."""
+    """No request failed, and every id is the one that was computed without any tier."""
     for answer in answers:
         assert not answer.error, answer
         assert answer.ids == reference[answer.number], f"prompt {answer.number}"

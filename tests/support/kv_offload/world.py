@@ -1,5 +1,5 @@
 """A kv_offload core among schedulers, executors and an L2, all of them played by a test: memory that
-remembers whose bytes lie at each offset, and calls to L2 that end when and how the test says."""
+remembers whose bytes lie at each offset, and calls to L2 that end when and how the test decides."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class World:
         return self.core.state
 
     def handle(self, event: Event) -> list[Message]:
-        """What the core says to it, L2 aside."""
+        """The core's messages to it, L2 aside."""
         before = len(self.sent)
         for command in self.core.handle(event, self.now_us):
             match command:
@@ -110,7 +110,7 @@ class World:
                         self.sending[command.call] = self.memory[self.arena.offset_of(command.slot)]
         return [send.message for send in self.sent[before:]]
 
-    def say(self, message: Message, source: str = SCHEDULER) -> list[Message]:
+    def deliver(self, message: Message, source: str = SCHEDULER) -> list[Message]:
         return self.handle(Arrived(source, self.epoch, message))
 
     def wait(self, us: int) -> list[Message]:
@@ -129,7 +129,7 @@ class World:
 
     def reserve(self, job: int, *numbers: int, **fields: object) -> list[int]:
         asked = {"owner": EXECUTOR, "value_bytes": PAGE, "lease_us": SECOND, "fingerprint": PRINT, **fields}
-        answers = self.say(KvReserve(job=job, keys=keys(*numbers), **asked))  # type: ignore[arg-type]  # fields
+        answers = self.deliver(KvReserve(job=job, keys=keys(*numbers), **asked))  # type: ignore[arg-type]  # fields
         reserved = next(m for m in answers if isinstance(m, KvReserved))
         return list(reserved.offsets)
 
@@ -140,7 +140,7 @@ class World:
             for name, place, done in zip(lease.names, lease.ranges, written, strict=False):
                 if place is not None and done:
                     self.memory[place.offset] = name
-        answers = self.say(KvCommit(job=job, written=ints(written)))
+        answers = self.deliver(KvCommit(job=job, written=ints(written)))
         return list(next(m for m in answers if isinstance(m, KvStored)).tiers)
 
     def store(self, job: int, *numbers: int, **fields: object) -> list[int]:
@@ -148,11 +148,11 @@ class World:
         return self.commit(job, *(offset >= 0 for offset in offsets))
 
     def look_up(self, *numbers: int, job: int = 900, **fields: object) -> list[Message]:
-        return self.say(KvLookup(job=job, keys=keys(*numbers), fingerprint=PRINT, **fields))  # type: ignore[arg-type]  # fields
+        return self.deliver(KvLookup(job=job, keys=keys(*numbers), fingerprint=PRINT, **fields))  # type: ignore[arg-type]  # fields
 
     def prefetch(self, job: int, *numbers: int, **fields: object) -> list[Message]:
         asked = {"owner": EXECUTOR, "deadline_us": 50_000, "lease_us": SECOND, "fingerprint": PRINT, **fields}
-        return self.say(KvPrefetch(job=job, keys=keys(*numbers), **asked))  # type: ignore[arg-type]  # fields
+        return self.deliver(KvPrefetch(job=job, keys=keys(*numbers), **asked))  # type: ignore[arg-type]  # fields
 
     def read(self, ready: KvReady, *numbers: int) -> None:
         """What an executor would load now is what was asked for."""

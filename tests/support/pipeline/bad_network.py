@@ -34,7 +34,7 @@ class LossyBroker(MemoryBroker):
 
 
 class Hang:
-    """An actor that neither hears nor says anything for a while, as one that is stopped."""
+    """An actor that neither receives nor sends anything for a while, as one that is stopped."""
 
     def __init__(self, bus: MemoryBus) -> None:
         self._publish = bus.publish

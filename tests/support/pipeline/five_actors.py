@@ -1,4 +1,4 @@
-"""The five real actors in one event loop, on whatever bus a test brings."""
+"""The five real actors in one event loop, on any bus that a test brings."""
 
 from __future__ import annotations
 

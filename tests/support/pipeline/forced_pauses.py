@@ -1,7 +1,7 @@
 """Pauses at will, each followed by the loss of everything that the device still holds of the paused: so it
 comes back from a tier below, or is computed again, but never from the device.
 
-    hook(event) ─▶ pause whom `wanted` names ─▶ no slot is free until their blocks have been copied down
+    hook(event) ─▶ pause the sequences of `wanted` ─▶ no slot is free until their blocks have been copied down
                 ─▶ their blocks are forgotten and spoiled ─▶ the slots are free again
 """
 
@@ -27,7 +27,7 @@ def copy_all(view: object) -> str:
 
 
 class Slots(list[int]):
-    """Free slots, of which there seem to be none while it is shut: nobody is admitted then."""
+    """Free slots, of which there seem to be none while it is shut: no request is admitted then."""
 
     shut = False
 
@@ -63,7 +63,7 @@ class Forced:
         return next(iter(self.state.executors.values()))
 
     def pause_at(self, *steps: int) -> None:
-        """Pause whoever runs once so many steps have been planned from now on, for each of these numbers."""
+        """Pause all that run once so many steps have been planned from now on, for each of these numbers."""
         first, left = self.executor.step, sorted(steps, reverse=True)
 
         def wanted(executor: Executor) -> list[Sequence]:
@@ -96,7 +96,7 @@ class Forced:
         return not (pool.dirty_blocks or pool.fenced_blocks or self.state.tiers.jobs)
 
     def evict(self) -> int:
-        """Everything that the device holds for nobody is lost. How many blocks it was."""
+        """Everything that the device holds unowned is lost. How many blocks it was."""
         pool = self.executor.pool
         return self._forget(self.executor, [*pool._cached, *pool._dirty])
 
@@ -111,7 +111,7 @@ class Forced:
                 self.away.add(victim.seq)
                 self.pauses += 1
         self._see_off(executor)
-        self._handle(Ticked())  # what the pause has to say goes out
+        self._handle(Ticked())  # the messages of the pause go out
 
     def _see_off(self, executor: Executor) -> None:
         pool = executor.pool
@@ -142,7 +142,7 @@ class Forced:
         if job is None or copied.status != "ok":
             return
         digests = [self.engine.digests(block) for block in job.blocks]
-        if job.up:  # behind the last valid token steps in flight may have written since the copy down
+        if job.up:  # after the last valid token steps in flight may have written since the copy down
             rows = zip(job.keys, digests, job.valid, strict=True)
             same = [key in self.stored and self.stored[key][n - 1] == of[n - 1] for key, of, n in rows]
             self.wrong += same.count(False)

@@ -8,7 +8,7 @@ from typing import Any
 from support.pipeline.five_actors import Pipeline
 
 from services.gateway.actor import GatewayActor
-from services.gateway.app import Keys
+from services.gateway.visitors import Keys
 from shared.actor.runtime import Runtime
 
 MODEL = "smollm2-135m-instruct"

@@ -40,7 +40,7 @@ _FLEETS = itertools.count()
 
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a tier holds is brought, however slow this machine is just now: computing again is dear, and
+    """All that a tier holds is brought, however slow this machine is just now: computing again is dear, and
     answers may take long. These are matters of cost; the tests are about bytes."""
     monkeypatch.setattr(RecomputeCost, "tokens_us", lambda self, start, tokens: 10**9 if tokens else 0)
     monkeypatch.setattr(tier_load, "MOST_DEADLINE_US", PATIENCE_US)
@@ -55,7 +55,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Values(MemoryRemote):
-    """An L2 that outlives those who use it."""
+    """An L2 that outlives its users."""
 
     def close(self) -> None:
         """Others may still be connected."""
@@ -164,7 +164,7 @@ class Tiered(Pipeline):
         return Answer(self.tap.ids[request, 0], dict(self.engine.logits.pop(seq, {})), cached)
 
     async def stored_all(self) -> None:
-        """Whatever the device holds for nobody is in L1, too."""
+        """All that the device holds unowned is in L1, too."""
         await self.until(self.forced.look)
 
     async def replace_executor(self, **settings: Any) -> None:

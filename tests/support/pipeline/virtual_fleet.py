@@ -39,7 +39,8 @@ L1_PAGES = 64
 
 
 class PagedExecutor(Actor):
-    """The engine of the scheduler's tests, as an actor: it computes at once, and says so STEP_S later."""
+    """The engine of the scheduler's tests, as an actor: it computes at once, and sends the result STEP_S
+    later."""
 
     kind = "executor"
 

@@ -5,7 +5,7 @@
     tier.advance(now_us)                            # what L2 brings is there, leases end
 
 The arena holds token ids, as the blocks of a PagedEngine do. A range that is not readable any more is
-overwritten with WRONG at once, the earliest moment that the contract allows: whoever reads a range without a
+overwritten with WRONG at once, the earliest moment that the contract allows: a reader of a range without a
 lease, or writes one that is not reserved for him, changes tokens somewhere.
 
 Switches: `frozen` (nothing is answered, all is kept for the thaw), `no_room` (every KvReserve), `missing`
@@ -96,7 +96,8 @@ def keys_of(joined: bytes) -> list[bytes]:
 
 
 class FakeTier:
-    """See the top of this file. `source` of a message is who is answered; each source numbers its jobs."""
+    """See the top of this file. `source` of a message is the receiver of its answer; each source numbers its
+    jobs."""
 
     def __init__(
         self, capacity: int = 16, value_bytes: int = 256, l2_us: int = -1, generation: int = 1
@@ -106,7 +107,7 @@ class FakeTier:
         self.replies: deque[tuple[str, Message]] = deque()
         self.l2: dict[bytes, tuple[list[int], int]] = {}
         self.kept: deque[tuple[str, Message]] = deque()  # what came while it was frozen
-        self.told: dict[str, None] = {}
+        self.schedulers: dict[str, None] = {}
         self.counts: dict[str, int] = {}
         self.restart(generation, 0)
 
@@ -128,7 +129,7 @@ class FakeTier:
     def handle(self, source: str, message: Message, now_us: int) -> None:
         """Take a message; the answer is in `replies` now, or after a later `advance`."""
         self.advance(now_us)
-        self.told[source] = None
+        self.schedulers[source] = None
         name = type(message).__name__
         self.counts[name] = self.counts.get(name, 0) + 1
         if self.frozen:
@@ -222,7 +223,7 @@ class FakeTier:
     def _reserve(self, source: str, asked: KvReserve) -> None:
         keys, at = keys_of(asked.keys), (source, asked.job)
         assert asked.value_bytes == self.value_bytes, "a block of another size"
-        assert asked.owner.startswith("executor."), "a reservation of nobody"
+        assert asked.owner.startswith("executor."), "a reservation without an owner"
         if at not in self.leases:
             valid = list(asked.valid_tokens) or [0] * len(keys)
             assert len(valid) == len(keys)
@@ -260,11 +261,11 @@ class FakeTier:
         return self.free.pop()
 
     def forget(self, key: bytes) -> None:
-        """Take a key out of L1, whoever reads it; KvGone to everybody unless L2 has it."""
+        """Take a key out of L1, also while it is read; KvGone to every scheduler unless L2 has it."""
         entry = self.l1.pop(key)
         self._give_back(entry.offset)
         if not self._in_l2(key):
-            for source in self.told:
+            for source in self.schedulers:
                 self._reply(source, KvGone(keys=key))
 
     def _give_back(self, offset: int) -> None:
@@ -283,7 +284,8 @@ class FakeTier:
         self._reply(source, KvStored(job=asked.job, tiers=ints(self._end((source, asked.job), marks))))
 
     def _end(self, at: tuple[str, int], marks: list[int]) -> list[int]:
-        """A lease ends. Of a reservation, the ranges with mark 1 become readable. The tier of each key."""
+        """A lease ends. If it is a reservation, the ranges with mark 1 become readable. The tier of each
+        key."""
         lease = self.leases.pop(at, None)
         self.waiting = [one for one in self.waiting if (one.source, one.asked.job) != at]
         if lease is None:
@@ -301,7 +303,7 @@ class FakeTier:
 
     def _prefetch(self, source: str, asked: KvPrefetch) -> None:
         keys = keys_of(asked.keys)
-        assert asked.owner.startswith("executor."), "a prefetch of nobody"
+        assert asked.owner.startswith("executor."), "a prefetch without an owner"
         for key in keys:
             if key not in self.l1:
                 if not self._in_l2(key) or self.missing:

@@ -10,7 +10,7 @@
     world.run()                                # results, copies and answers, until nothing moves
     world.lose_tier(); world.restart_tier()    # TierLost; TierReady with a new generation, L1 empty
 
-A copy that is made late finds whatever the blocks and the arena hold by then, so that a block given out too
+A copy that is made late finds what the blocks and the arena hold by then, so that a block given out too
 soon, or a lease ended too soon, changes tokens. What that cannot show is asserted, see `fence`.
 """
 
@@ -97,7 +97,7 @@ class TierSide:
             for slot, state in engine.slots.items():
                 assert blocks.isdisjoint(state.table), f"a load writes a block in the table of slot {slot}"
             return
-        assert copy.after_step <= engine.step, "a store waits for a step that nobody planned"
+        assert copy.after_step <= engine.step, "a store waits for a step that was never planned"
         for step, (_, written, _) in steps.items():
             late = blocks & written and step > copy.after_step
             assert not late, f"a store reads a block that step {step} is still to write"

@@ -14,9 +14,8 @@ from support.executor.paged_engine import STOP_ID, PagedEngine, expected_tokens
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.tier_side import Pending, TierSide
 
-from services.scheduler import lifecycle
 from services.scheduler.core import Scheduler
-from services.scheduler.state import policies
+from services.scheduler.state import invariants, policies
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import (
     Arrived,
@@ -104,11 +103,12 @@ class World:
     refusals: dict[str, str] = field(default_factory=dict)  # engines that are kept out, and why
     moved: list[tuple[str, int]] = field(default_factory=list)
     hellos: deque[ExecHello] = field(default_factory=deque)  # of engines that sleep or are awake again
-    naps: list[str] = field(default_factory=list)  # what they were told, and which
+    naps: list[str] = field(default_factory=list)  # the command and the engine
     auto_end: bool = True
     events: int = 0
-    took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines do not say
+    took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines report none
     checks: list[Callable[[World], None]] = field(default_factory=list)  # made after each event
+    check_every: int = 4  # so many events the whole state is checked; 0: a test changes it by hand
     side: TierSide = field(default_factory=TierSide)
 
     def __post_init__(self) -> None:
@@ -169,14 +169,8 @@ class World:
         self.events += 1
         for command in self.scheduler.handle(event, self.now_us):
             self._carry_out(command)
-        state = self.scheduler.state
-        for executor in state.executors.values():
-            executor.pool.check()
-        watched: dict[int, int] = {}
-        for at_us, seq in state.deadlines.heap:
-            watched[seq] = min(at_us, watched.get(seq, at_us))
-        for sequence in state.sequences.values():
-            assert watched[sequence.seq] <= lifecycle.due_at_us(sequence), "no timer watches this deadline"
+        if self.check_every and self.events % self.check_every == 0:
+            invariants.check(self.scheduler.state)
         for check in self.checks:
             check(self)
 
@@ -238,7 +232,8 @@ class World:
         return self.side.copies
 
     def add_tier(self, tier: FakeTier, name: str = "k1", host: str = "h") -> None:
-        """kv_offload is ready: its arena is mapped by the engines of its host, and the scheduler is told."""
+        """kv_offload is ready: its arena is mapped by the engines of its host, and the scheduler gets its
+        heartbeat."""
         self.side.tier, self.side.name, self.side.host = tier, name, host
         self.map_arena()
         self.handle(TierReady(name, tier.arena.generation, host, tier.arena.generation, tier.tiers))
@@ -334,6 +329,8 @@ class World:
         """Nothing is left: no request, no block, no slot, no promise."""
         assert self.scheduler.is_idle
         assert not self.scheduler.state.waiting
+        if self.check_every:
+            invariants.check(self.scheduler.state)
         for executor in self.scheduler.state.executors.values():
             pool = executor.pool
             free = pool.free_blocks + pool.dirty_blocks
@@ -372,13 +369,13 @@ class World:
                 self.refusals.pop(name, None)
             case ExecSleep(exec_epoch=epoch) | ExecWake(exec_epoch=epoch):
                 hello, asleep = self.engines[name].hello, isinstance(command.message, ExecSleep)
-                assert (hello.exec_epoch, hello.asleep) == (epoch, not asleep), "it was told before"
+                assert (hello.exec_epoch, hello.asleep) == (epoch, not asleep), "it had the command before"
                 self.naps.append(f"{'sleep' if asleep else 'wake'} {name}")
                 self.side.engine_dropped(name)  # a long copy may still run
                 self.hellos.append(dataclasses.replace(hello, exec_epoch=epoch + 1, asleep=asleep))
             case ExecReset():
                 self.resets.append(name)
-                self._forget_copies(name)  # it says hello when they have ended, and tells of none
+                self._forget_copies(name)  # its hello comes when they have ended, and reports none
             case Accepted(request=request):
                 self.accepted.append(request)
             case Rejected() as rejected:
@@ -412,7 +409,7 @@ class World:
         self.copies[name] = deque()
 
     def _new_incarnation(self, name: str) -> None:
-        """An engine starts: none of its copies goes on, nobody writes for it into the arena."""
+        """An engine starts: none of its copies goes on, nothing writes for it into the arena."""
         self._forget_copies(name)
         self.map_arena()
         if self.side.tier is not None:

@@ -28,7 +28,7 @@ class FakeSequence:
     generation: int = 0
     computed: int = 0
     table: list[int] = field(default_factory=list)
-    told: int = 0  # table entries the executor knows
+    sent_entries: int = 0  # table entries the executor knows
     wait_jobs: list[int] = field(default_factory=list)
     fresh: bool = True
     final: int = -1
@@ -60,12 +60,12 @@ class Tables:
         return block
 
     def share(self, sequence: FakeSequence, other: FakeSequence) -> None:
-        sequence.table, sequence.told, sequence.computed = list(other.table), 0, other.computed
+        sequence.table, sequence.sent_entries, sequence.computed = list(other.table), 0, other.computed
         self.owners.update(sequence.table)
 
     def free(self, sequence: FakeSequence) -> None:
         self.owners.subtract(sequence.table)
-        sequence.table, sequence.told, sequence.computed = [], 0, 0
+        sequence.table, sequence.sent_entries, sequence.computed = [], 0, 0
 
     def make_room(self, sequence: FakeSequence) -> list[tuple[int, int]]:
         """Cover every token; copy a shared block before it is written. Returns (from, to) pairs."""
@@ -74,7 +74,7 @@ class Tables:
         if at < len(sequence.table) and self.owners[old := sequence.table[at]] > 1:
             self.owners[old] -= 1
             sequence.table[at] = self.new()
-            sequence.told = min(sequence.told, at)
+            sequence.sent_entries = min(sequence.sent_entries, at)
             copies.append((old, sequence.table[at]))
         while len(sequence.table) < blocks_for(len(sequence.tokens), BLOCK):
             sequence.table.append(self.new())

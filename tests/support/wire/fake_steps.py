@@ -1,4 +1,4 @@
-"""The fake scheduler's half that speaks with the executor: slots, plans, results."""
+"""The fake scheduler's half that works with the executor: slots, plans, results."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Steps:
         for sequence, index in zip(running, sample_rows, strict=True):
             if sequence is not rows[index]:
                 self.tables.share(sequence, rows[index])
-        deltas = [s for s in running if s.told < len(s.table)]
+        deltas = [s for s in running if s.sent_entries < len(s.table)]
         self.send(
             StepPlan(
                 exec_epoch=self.exec_epoch,
@@ -117,16 +117,16 @@ class Steps:
                 sample_rows=ints(sample_rows),
                 sample_slots=ints(s.slot for s in running),
                 table_slots=ints(s.slot for s in deltas),
-                table_first=ints(s.told for s in deltas),
-                table_counts=ints(len(s.table) - s.told for s in deltas),
-                table_blocks=ints(b for s in deltas for b in s.table[s.told :]),
+                table_first=ints(s.sent_entries for s in deltas),
+                table_counts=ints(len(s.table) - s.sent_entries for s in deltas),
+                table_blocks=ints(b for s in deltas for b in s.table[s.sent_entries :]),
                 copy_from=ints(old for old, _ in copies),
                 copy_to=ints(new for _, new in copies),
                 wait_jobs=ints(job for s in running for job in s.wait_jobs),
             ),
         )
         for sequence in running:
-            sequence.told, sequence.fresh, sequence.wait_jobs = len(sequence.table), False, []
+            sequence.sent_entries, sequence.fresh, sequence.wait_jobs = len(sequence.table), False, []
         self.in_flight = [s.seq for s in running]
 
     def _on_StepResult(self, source: str, result: StepResult) -> None:

@@ -1,4 +1,4 @@
-"""Five fake actors that speak the whole wire: just enough state to react to every message.
+"""Five fake actors with the whole wire: just enough state to react to every message.
 
 The fake model's next token depends on every token that the executor reads back from its blocks, so a
 wrong block table, copy or restore shows as wrong ids. `expected_ids` is the oracle.
@@ -105,7 +105,7 @@ class FakeKv(Actor):
         return HeartbeatPayload(arena=arena, arena_generation=self.generation)
 
     def new_arena(self) -> None:
-        """Announce the next generation; allocate it once nobody has the old one mapped."""
+        """Announce the next generation; allocate it once no executor has the old one mapped."""
         self.generation, self.allocated = self.generation + 1, False
         self.stored.clear()
 

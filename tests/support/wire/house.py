@@ -23,7 +23,7 @@ LETTER = {"tokenizer": "T", "scheduler": "S", "executor": "E", "kv_offload": "K"
 
 @dataclass
 class Frames:
-    """What the client was told, by choice."""
+    """What the client got, by choice."""
 
     bodies: list[dict[str, Any]]
 
@@ -49,7 +49,7 @@ class House:
         self.client = self.broker.connect()
 
     async def start(self) -> None:
-        """Everybody ready, hello and welcome said; the transcript begins after it."""
+        """Every actor ready, hello and welcome sent; the transcript begins after it."""
         await self.client.subscribe(f"hr.{FLEET}.*.*.in.*", self._tap)
         await self.add(self.scheduler, "s0")
         await self.add(self.kv, "host.a")
@@ -76,7 +76,7 @@ class House:
         await runtime.bus.drain()
 
     async def tick(self, times: int = 1) -> None:
-        """An interval passes: everybody's heartbeat, then everybody's upkeep."""
+        """An interval passes: every actor's heartbeat, then every actor's upkeep."""
         for _ in range(times):
             self.clock.advance(INTERVAL_US)
             for runtime in self.runtimes.values():
@@ -99,7 +99,7 @@ class House:
         return frames
 
     async def stop(self) -> None:
-        """Drain everybody; nobody may have failed."""
+        """Drain every actor; none may have failed."""
         for runtime in self.runtimes.values():
             await runtime.finish(1.0)
             assert runtime.failure is None

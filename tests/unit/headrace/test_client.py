@@ -77,7 +77,7 @@ async def test_the_example_of_the_docstring_runs(
     assert capsys.readouterr().out.split() == ["Hi", "accepted", "delta", "done"]
 
 
-async def test_both_faces_give_the_same_frames_when_one_service_answers(
+async def test_sync_and_async_clients_give_the_same_frames_when_one_service_answers(
     service: Service, nats_server: NatsServer, fleet: str
 ) -> None:
     def read() -> list[dict[str, Any]]:

@@ -172,7 +172,7 @@ def test_inputs_are_resolved_from_the_slots() -> None:
     assert target.tolist() == [[0, 3, 0, 0, 0], [0, 0, 4, 0, 0]]
 
 
-def test_chosen_tokens_are_those_of_the_reference_and_end_their_slots() -> None:
+def test_chosen_tokens_equal_the_references_and_end_their_slots() -> None:
     filters = [
         (0, 0, 1, 0), (1, 0, 1, 0), (0.7, 5, 1, 0), (1, 40, 0.9, 0.01), (1.3, 0, 0.8, 0), (1, 0, 1, 0.1),
         (1, 300, 0.99, 0),

@@ -35,7 +35,7 @@ def in_order(kv: torch.Tensor, layer: int, which: int, table: list[int], tokens:
     return torch.cat([kv[block, layer, which] for block in table])[:tokens]
 
 
-def test_written_rows_are_where_the_layout_says() -> None:
+def test_written_rows_are_where_the_layout_puts_them() -> None:
     kv = torch.zeros(BLOCKS, LAYERS, 2, TOKENS, KV_HEADS, DIM)
     blocks, offsets = torch.tensor([7, 3, 7]), torch.tensor([0, 2, 3])
     rows = write_rows(kv, blocks, offsets)

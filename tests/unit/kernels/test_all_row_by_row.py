@@ -37,7 +37,8 @@ SMALL = FixedTuning(64, 32, 32, 2)
 
 
 def layouts(dtype: torch.dtype) -> tuple[FixedTuning, ...]:
-    """Of one order of adding up: on a GPU all that serve there, in the interpreter (where BLAS adds) one."""
+    """The kernels of one order of adding up: on a GPU all that serve there, in the interpreter (where BLAS
+    adds) one."""
     if not ON_GPU:
         return (SMALL,)
     name = torch.cuda.get_device_name()

@@ -80,7 +80,7 @@ def test_layouts_cover_all_numbers_of_rows_and_like_ones_are_joined(
         ((8192, 4224), 1, 8, (4, 128), {}),  # no whole number of deep tiles
     ],
 )
-def test_layouts_of_few_rows_are_chained_and_those_measured_changed(
+def test_layouts_of_few_rows_are_chained_and_measured_layouts_changed(
     shape: tuple[int, int], programs: int, rows: int, kind: tuple[int, int], changed: dict[str, Any]
 ) -> None:
     layout = {"block_shape": (8, 128, 128), "num_ctas_per_sm": programs, "use_stream_k": True}

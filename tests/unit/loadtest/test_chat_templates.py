@@ -33,7 +33,7 @@ def test_a_template_that_differs_is_named(
     assert f"{len(SHAPES)} templates, 1 differ" in capsys.readouterr().out
 
 
-def test_what_is_no_template_is_named(folder: Path) -> None:
+def test_file_without_a_template_is_named(folder: Path) -> None:
     assert chat_templates.outcome("{% if %}")[1] == "not jinja"
     assert chat_templates.outcome("{{ raise_exception('no') }}")[-1] == "all"
 

@@ -1,4 +1,4 @@
-"""A client over HTTP against a server that says what a test says."""
+"""A client over HTTP against a server that sends what a test sets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def refused() -> bytes:
     return b"HTTP/1.1 503 X\r\nretry-after: 2\r\ncontent-length: %d\r\n\r\n" % len(data) + data
 
 
-async def test_a_refusal_says_when_to_come_again() -> None:
+async def test_refusal_has_the_time_to_retry() -> None:
     with pytest.raises(Refused, match="later") as error:
         await asked(refused(), stream=True)
     assert (error.value.code, error.value.wait_s) == (503, 2.0)

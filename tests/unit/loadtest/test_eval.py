@@ -50,7 +50,7 @@ def test_windows_are_whole_and_the_second_half_is_scored() -> None:
         windows([1, 2, 3], 4)
 
 
-def test_the_figures_are_those_of_numpy() -> None:
+def test_eval_figures_equal_numpys_figures() -> None:
     rng = np.random.default_rng(3)
     base, found = rng.normal(size=(2, 9, 7))
     targets = rng.integers(0, 7, 9)
@@ -179,7 +179,7 @@ def test_perplexity_of_the_default_model(tmp_path: Path, capsys: pytest.CaptureF
     assert found[0] < 60 < found[1]
 
 
-def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_eval_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert headrace(["eval", "perplexity", str(tmp_path / "none.txt")]) == 1
     assert "cannot be read as text" in capsys.readouterr().err
     assert headrace(["eval", "kl", "--context", "3"]) == 1
@@ -224,7 +224,7 @@ def test_llama_cpp_has_the_same_windows(tmp_path: Path, monkeypatch: pytest.Monk
     assert engine._model.closed
 
 
-def test_without_the_package_llama_cpp_says_what_it_needs(
+def test_llama_cpp_names_its_package_when_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf("llama", tmp_path / "m.gguf")

@@ -24,7 +24,7 @@ def test_promises() -> None:
 
 @pytest.mark.parametrize("paused", [True, False])
 @pytest.mark.parametrize("pressed", [True, False])
-def test_what_becomes_of_a_block(paused: bool, pressed: bool) -> None:
+def test_offload_policy_decides_about_a_block(paused: bool, pressed: bool) -> None:
     view = OffloadView(paused, pressed, idle=True, chance_pm=1_000, copy_us=100, recompute_us=101)
     assert policies.recompute(view) == policies.forget(view) == "drop"
     assert policies.swap(view) == ("copy" if paused else "drop" if pressed else "keep")

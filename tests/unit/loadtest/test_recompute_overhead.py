@@ -46,7 +46,7 @@ def run_of(arm: Arm, at: int) -> tuple[Outcome, list[float]]:
 
 
 @pytest.mark.parametrize("at", [0, 4])
-def test_with_room_for_the_victims_nothing_is_computed_twice(at: int) -> None:
+def test_victims_are_computed_once_when_there_is_room_for_their_blocks(at: int) -> None:
     latest, tiered = (run_of(arm, at)[0] for arm in (LATEST, TIERED))
     assert latest.overhead_pct > 3
     assert tiered.overhead_pct <= 1

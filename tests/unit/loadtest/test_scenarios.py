@@ -106,7 +106,7 @@ def test_the_command_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.
     one, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "other"))
     assert one["rows"] == other["rows"]
     assert one["rows"][0]["figures"]["served"] == len(azure(AZURE_SAMPLE, Cut(minutes=0.2)).requests)
-    assert "tmp" not in one["command"]  # folders of a machine are nobody's business
+    assert "tmp" not in one["command"]  # folders of a machine stay private
     text = (tmp_path / "one.md").read_text()
     assert "| mixed |" in text
     assert text in capsys.readouterr().out

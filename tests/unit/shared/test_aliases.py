@@ -129,7 +129,7 @@ def test_changes_in_any_order_and_twice_make_one_table() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), max_size=12, unique_by=lambda c: c[1]))
-def test_the_holder_with_the_lower_stamp_asks_until_both_are_equal(changes: list[tuple[str, int]]) -> None:
+def test_holder_with_the_lower_stamp_queries_until_both_are_equal(changes: list[tuple[str, int]]) -> None:
     one, two = Aliases(Clock()), Aliases(Clock())
     for place, (name, exponent) in enumerate(changes):  # no two sums of these versions are equal
         (one if place % 2 else two).apply(Alias(name, 3**exponent, (("big", exponent + 1),)))

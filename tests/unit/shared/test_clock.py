@@ -66,4 +66,4 @@ def test_a_timer_for_less_than_half_a_millisecond_fires_once_when_it_is_due() ->
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(wait())
-    assert times <= 3  # now, when it is due, and once more if the clock of the loop was behind
+    assert times <= 3  # now, when it is due, and once more if the clock of the loop lagged

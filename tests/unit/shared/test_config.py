@@ -45,19 +45,19 @@ def test_few_settings_each_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("window = 9", "window: Input should be less than or equal to 4, not 9 (file "),
         ("windows = 2", "windows: no such setting (file "),
         ("window = ", "cannot be read"),
     ],
 )
-def test_a_mistake_in_the_file_names_it(tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_in_the_file_names_it(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "h.toml"
     file.write_text(text)
     with pytest.raises(SetupError) as caught:
         load(file)
-    assert said in caught.value.message
+    assert reason in caught.value.message
     assert str(file) in caught.value.message
 
 
@@ -70,7 +70,7 @@ def test_a_mistake_in_a_variable_or_flag_names_it(monkeypatch: pytest.MonkeyPatc
         load(flags={"fleet": "a b"})
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no configuration file"):
         load(tmp_path / "none.toml")
 
@@ -101,7 +101,7 @@ def test_a_model_may_have_several_names(given: str, names: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "reason"),
     [
         ("a,,b", "1 to 128"),
         ("a,", "1 to 128"),
@@ -110,8 +110,8 @@ def test_a_model_may_have_several_names(given: str, names: tuple[str, ...]) -> N
         ("a,b, a", "differ"),
     ],
 )
-def test_names_that_are_empty_long_or_equal_are_refused(given: str, said: str) -> None:
-    with pytest.raises(SetupError, match=f"model_name: names .*{said}"):
+def test_names_that_are_empty_long_or_equal_are_refused(given: str, reason: str) -> None:
+    with pytest.raises(SetupError, match=f"model_name: names .*{reason}"):
         load(flags={"model_name": given})
 
 

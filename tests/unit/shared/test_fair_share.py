@@ -13,12 +13,14 @@ from shared.fair_share import Turns, has_no_room, is_over_share
     ("own", "held", "tenants", "refused"),
     [(11, 11, 1, True), (10, 10, 1, False), (6, 11, 2, True), (5, 11, 2, False), (1, 99, 10, False)],
 )
-def test_a_full_queue_refuses_who_has_an_equal_part(own: int, held: int, tenants: int, refused: bool) -> None:
+def test_full_queue_refuses_a_tenant_with_an_equal_part(
+    own: int, held: int, tenants: int, refused: bool
+) -> None:
     assert is_over_share(own, held, 10, tenants) is refused
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans())))
-def test_nobody_waits_for_more_than_one_of_each_other_tenant(steps: list[tuple[str, bool]]) -> None:
+def test_tenant_waits_for_at_most_one_of_each_other_tenant(steps: list[tuple[str, bool]]) -> None:
     """Each tenant's own are in order, and between two of one that waits is at most one of each other."""
     turns: Turns[tuple[str, int]] = Turns()
     waiting: list[tuple[str, int]] = []
@@ -48,5 +50,5 @@ def test_nobody_waits_for_more_than_one_of_each_other_tenant(steps: list[tuple[s
 def test_a_tenant_of_which_nothing_waits_finds_room_up_to_twice_the_bound(
     own: int, held: int, tenants: int, refused: bool
 ) -> None:
-    """Anybody may invent names."""
+    """Any client may invent names."""
     assert has_no_room(own, 1, held, 10, tenants) is refused

@@ -49,6 +49,6 @@ def test_members_share_the_keys() -> None:
     assert min(counts.values()) > 850
 
 
-def test_nobody_owns_a_key_without_members() -> None:
+def test_no_owner_has_a_key_without_members() -> None:
     with pytest.raises(ValueError, match="empty"):
         rendezvous("key", [])

@@ -76,7 +76,7 @@ def test_a_column_that_cannot_be_named_is_refused(tokens: array[int], upto: int)
 
 
 @given(tokens=TOKEN_LISTS, block_tokens=st.integers(1, 4), stops=st.lists(st.integers(0, 24)))
-def test_in_any_steps_the_chain_is_the_same(tokens: list[int], block_tokens: int, stops: list[int]) -> None:
+def test_chain_is_the_same_in_any_steps(tokens: list[int], block_tokens: int, stops: list[int]) -> None:
     keys: list[bytes] = []
     for upto in [*(min(stop, len(tokens)) for stop in stops), len(tokens)]:
         extend(keys, ROOT, ints(tokens), block_tokens, upto)

@@ -40,7 +40,7 @@ def test_a_child_finds_this_code_then_the_users_and_not_the_working_directory(
     assert with_import_path(env) == {"A": "b", "PYTHONPATH": os.pathsep.join(made)}
 
 
-def test_what_is_installed_is_found_without_and_never_goes_before_the_standard_library(
+def test_installed_packages_are_found_and_never_go_before_the_standard_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed = Path(site.getsitepackages()[0]) / "shared" / "processes.py"
@@ -50,7 +50,7 @@ def test_what_is_installed_is_found_without_and_never_goes_before_the_standard_l
 
 def test_a_module_runs_beside_files_of_any_name(tmp_path: Path) -> None:
     for name in ("inspect", "argparse", "shared"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('this file is of somebody else')")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this file is of another program')")
     command = module_command("services.launcher.serve", "--help")
     done = subprocess.run(
         command, cwd=tmp_path, env=with_import_path({}), capture_output=True, text=True, check=False
@@ -133,7 +133,7 @@ def test_a_machine_without_smaps_or_glibc_is_left_as_it_is(monkeypatch: pytest.M
     give_back_memory()
 
 
-def test_a_process_whose_folder_was_removed_gets_another(
+def test_process_whose_folder_was_removed_gets_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -104,7 +104,7 @@ def test_processes_that_the_kernel_has_killed_for_memory(
     assert oom_kills(tree(tmp_path, groups, files)) == kills
 
 
-def test_without_proc_the_affinity_mask_is_all_there_is(tmp_path: Path) -> None:
+def test_affinity_mask_is_used_without_proc(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 8
 
 
@@ -136,7 +136,7 @@ def test_the_share_is_that_of_the_busy_thread_that_waited_longest(tmp_path: Path
 
 
 @pytest.mark.parametrize("text", [None, "0 0 0\n"])
-def test_without_statistics_all_of_the_time_may_have_been_waited(tmp_path: Path, text: str | None) -> None:
+def test_all_of_the_time_may_be_waiting_without_statistics(tmp_path: Path, text: str | None) -> None:
     (tmp_path / "t").mkdir()
     if text:
         (tmp_path / "t" / "schedstat").write_text(text)

@@ -87,6 +87,6 @@ def test_a_later_socket_at_the_same_place_is_not_removed(path: Path, listener: U
         listener.check()
 
 
-def test_its_url_has_the_path_as_the_host() -> None:
+def test_unix_sockets_url_has_the_path_as_the_host() -> None:
     assert unix_url("/run/a b.sock") == "http+unix://%2Frun%2Fa%20b.sock"
     assert unix_url("/x", tls=True) == "https+unix://%2Fx"

@@ -130,7 +130,7 @@ def test_a_number_of_k_that_is_nan_reaches_the_result() -> None:
 
 
 def decode(query: torch.Tensor, kv: torch.Tensor, lengths: list[int], tables: torch.Tensor) -> torch.Tensor:
-    """Of layer 1, or the only one; row i has slot i."""
+    """KV of layer 1, or the only one; row i has slot i."""
     work = decode_work(kv, query.shape[1], len(lengths), 2, Tuning(tile_tokens=16, per_sm=1))
     out, at = torch.full_like(query, torch.nan), words(*lengths)
     rows = DecodeRows(words(*range(len(lengths))), at, tables)

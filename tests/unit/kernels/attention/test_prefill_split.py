@@ -78,7 +78,7 @@ def assert_near(
 
 
 def chunks_of(cut: str) -> tuple[list[Chunk], int]:
-    """The chunks of `cut`, one behind the other from token row 1 on, and the longest part."""
+    """The chunks of `cut`, one after the other from token row 1 on, and the longest part."""
     rows, first = [], 1
     for slot, start, count in CUTS[cut][0]:
         rows.append(Chunk(slot, first, start, count))
@@ -112,7 +112,7 @@ def test_more_parts_than_are_merged_at_a_time(dtype: torch.dtype) -> None:
     assert_near(found, query, kv, table[0], 297)
 
 
-def test_one_plan_gives_the_same_bits_and_tiles_that_are_whole_those_without_splits() -> None:
+def test_plan_gives_the_same_bits_and_whole_tiles_equal_tiles_without_splits() -> None:
     kv, tables = normal(BLOCKS, LAYERS, 2, BLOCK, 3, 24), shuffled(4)
     query = normal(16, 9, 24, seed=2)
     chunks = [Chunk(0, 0, 60, 4), Chunk(2, 4, 3, 12)]
@@ -126,7 +126,7 @@ def test_one_plan_gives_the_same_bits_and_tiles_that_are_whole_those_without_spl
     assert far(found, plain) < 1e-5
 
 
-def test_a_layout_whose_bits_are_the_querys_own_takes_no_splits() -> None:
+def test_layout_with_the_querys_own_bits_takes_no_splits() -> None:
     none = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     split = PrefillSplit(none, none, none, room_of(3, 24))
     query, kv = normal(1, 9, 24), normal(BLOCKS, LAYERS, 2, BLOCK, 3, 24)

@@ -1,4 +1,4 @@
-"""The sum over ranks with the norm behind it, by mail, and logits that ranks hand out to each other: on gloo
+"""The sum over ranks with the norm after it, by mail, and logits that ranks hand out to each other: on gloo
 ranks with memory in files, each of which runs the kernels in Triton's interpreter."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _on_rank(ranks: DistributedRanks, dtype: torch.dtype, splits: int, one_hop_b
 
 
 def _wanted(size: int, dtype: torch.dtype, splits: int) -> list[tuple[list[Tensor], Tensor]]:
-    """By pass: the norms of its calls, and the residual behind the last."""
+    """By pass: the norms of its calls, and the residual after the last."""
     passes, weight = [], torch.linspace(0.5, 1.5, WIDTH).to(dtype)
     for rows in ROWS:
         residual, norms = _start(rows, dtype), []

@@ -192,7 +192,7 @@ def test_kernels_of_cpus_without_bfloat16(more: str) -> None:
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
 
 
-def test_what_attention_has_kernels_for() -> None:
+def test_attention_has_kernels_for_supported_dtypes_and_sizes() -> None:
     def kv(dim: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(1, 1, 2, 4, 1, dim, dtype=dtype)
 
@@ -265,7 +265,7 @@ def test_products_in_tiles(rows: int, height: int, width: int) -> None:
     assert narrow[:-1].equal(torch.cat([packed_weights.multiply(row[None], packed) for row in x])[:-1])
 
 
-def test_tiles_are_used_where_the_cpu_has_them_and_nothing_asks_for_less() -> None:
+def test_tiles_are_used_where_the_cpu_has_them_and_the_isa_limit_allows_them() -> None:
     has = kernels.cpu_jit.has("amx-tile", "amx-bf16", "avx512bf16")
     program = "from kernels.cpu_jit import amx; print(amx.usable())"
     for most, wanted in (("DEFAULT", has), ("AVX512_CORE_AMX", has), ("avx512_core_bf16", False)):

@@ -71,7 +71,9 @@ def test_a_core_is_offered_again_and_again(monkeypatch: pytest.MonkeyPatch, away
     assert between == {-(-batched_launch.EVERY_NS // TICK_NS) * TICK_NS + TICK_NS}
 
 
-def test_it_is_not_offered_for_a_while_where_it_came_back_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_launch_is_not_offered_for_a_while_after_a_late_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     offered = offers(monkeypatch, 10_000, batched_launch.LONG_NS)
     between = [later - sooner for sooner, later in pairwise(offered)]
     assert len(between) == 3

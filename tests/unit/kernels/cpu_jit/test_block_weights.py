@@ -120,7 +120,7 @@ def test_a_number_that_is_not_finite_stays_visible(kind: Format, terms: int, bad
 
 
 @pytest.mark.skipif(not VNNI, reason="this machine's own kernels are those of AVX2")
-def test_as_on_an_avx2_machine() -> None:
+def test_kernels_of_an_avx2_machine_give_the_same_result() -> None:
     """The kernels of an AVX2 machine, compiled and run here."""
     code = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", __file__]
     ran = subprocess.run(code, env={**os.environ, **AVX2}, capture_output=True, text=True, check=False)

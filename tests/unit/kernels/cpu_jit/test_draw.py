@@ -1,4 +1,4 @@
-"""The draw of a CPU is the definition's: the same tokens from the same seeds, whatever the batch."""
+"""The draw of a CPU is the definition's: the same tokens from the same seeds, in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(vocab: int, spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("vocab", [1, 7, GROUP_TOKENS, 1000, 49_152, 49_160])
 @pytest.mark.parametrize("left", ["all", "few", "the last"])
-def test_tokens_are_those_of_the_definition(vocab: int, left: str) -> None:
+def test_draw_gives_the_tokens_of_the_definition(vocab: int, left: str) -> None:
     logits, heat, seeds, positions = inputs(vocab, 3.0)
     if left == "few":
         logits[:, 1::3] = INFINITE

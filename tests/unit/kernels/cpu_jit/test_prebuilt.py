@@ -64,7 +64,7 @@ def instructions_in(code: bytes) -> bytes:
 
 
 @pytest.mark.skipif(HERE is None, reason="this CPU is of no kind")
-def test_what_is_compiled_here_is_for_the_kind_and_not_for_this_cpu(
+def test_prebuilt_code_is_for_the_kind_of_cpu_and_not_for_this_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert HERE is not None
@@ -117,8 +117,8 @@ def test_code_of_other_sources_compilers_or_an_unknown_cpu_or_damaged_is_not_use
         patch.setattr(prebuilt, "compilers", lambda: "numba 9.9 llvmlite 9.9")
         assert prebuilt.load("rowwise._norm_f32") is None
         here = f"numba {numba.__version__} llvmlite {llvmlite.__version__}"
-        said = f"the package has them of {here}, installed is numba 9.9 llvmlite 9.9"
-        assert [said in line for line in caplog.messages] == [True] * (HERE is not None)
+        why = f"the package has them of {here}, installed is numba 9.9 llvmlite 9.9"
+        assert [why in line for line in caplog.messages] == [True] * (HERE is not None)
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for kind in KINDS:

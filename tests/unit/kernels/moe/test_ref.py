@@ -112,7 +112,7 @@ def test_the_gpu_spreads_gates_and_combines_alike() -> None:
     torch.testing.assert_close(gpu.combine(y, places, weights), combine(y, places, weights))
 
 
-def test_grouped_products_are_those_of_each_expert() -> None:
+def test_grouped_products_equal_the_products_of_each_expert() -> None:
     shapes = [(TOKENS, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)]
     x, gate_up, down = (normal(*shape, seed=seed).bfloat16() for seed, shape in enumerate(shapes))
     bounds = words(0, 0, 3, 3, 4, 9, 16, 16, 20, 21, 25)

@@ -60,7 +60,7 @@ def test_chi_square_by_hand() -> None:
     assert chi_square(torch.tensor([50, 50]), half).p == pytest.approx(1.0)
 
 
-def test_what_is_rare_shares_cells_and_what_cannot_be_must_not() -> None:
+def test_chi_square_pools_rare_tokens_and_rejects_impossible_tokens() -> None:
     probabilities = torch.cat((torch.full((1000,), 0.0005), torch.tensor([0.5, 0.0]))).double()
     seen = torch.cat((torch.ones(1000, dtype=torch.int64), torch.tensor([1000, 0])))
     fit = chi_square(seen, probabilities)

@@ -37,7 +37,7 @@ def chosen(logits: torch.Tensor, numbers: range) -> tuple[list[int], list[int], 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_flawed_rows_end_without_a_token_whatever_their_filters(dtype: torch.dtype) -> None:
+def test_flawed_rows_end_without_a_token_under_any_filters(dtype: torch.dtype) -> None:
     size = len(FILTERS)
     logits = (normal(5 * size, VOCAB) * 3).to(dtype)
     logits[0 * size : 1 * size, 700] = math.nan

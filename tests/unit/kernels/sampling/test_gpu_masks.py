@@ -63,7 +63,7 @@ def test_masked_rows_get_the_token_of_masked_logits_and_others_stay(dtype: torch
     assert torch.equal(changed, by_torch)
 
 
-def test_a_row_whose_mask_allows_nothing_ends_without_a_token() -> None:
+def test_row_ends_without_a_token_when_its_mask_allows_nothing() -> None:
     logits = normal(ROWS, VOCAB)
     ids, done = chosen(logits, {3: torch.zeros(VOCAB, dtype=torch.bool)})
     assert (ids[3], done[3]) == (-1, INVALID)

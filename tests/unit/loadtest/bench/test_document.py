@@ -83,7 +83,7 @@ def test_ratios() -> None:
     assert "request_goodput" not in table
 
 
-def test_a_comparison_says_what_makes_it_unfair() -> None:
+def test_comparison_names_what_makes_it_unfair() -> None:
     one, other = made("a"), made("b")
     assert differences(one, other) == []
     other["configuration"]["seed"] = 1
@@ -101,7 +101,7 @@ def test_a_comparison_says_what_makes_it_unfair() -> None:
         compare(one, other)
 
 
-def test_what_is_drawn() -> None:
+def test_plot_has_the_samples_of_the_run() -> None:
     result = made("a")
     run = result["runs"][0]
     assert plot.samples_ms(run, "ttft") == [100, 100]
@@ -195,7 +195,7 @@ def test_a_goodput_that_is_wrong_ends_before_anything_is_sent(capsys: pytest.Cap
     assert "--goodput takes ttft, tpot, e2el" in capsys.readouterr().err
 
 
-def test_what_was_counted_between() -> None:
+def test_counters_between_two_statuses_are_their_difference() -> None:
     names = ("generated", "prefilled", "prefix_hits", "preemptions", "recomputed")
     before, after = dict.fromkeys(names, 10), dict.fromkeys(names, 10)
     after |= {"prefilled": 210, "recomputed": 15}

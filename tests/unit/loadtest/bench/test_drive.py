@@ -1,4 +1,5 @@
-"""The loops of the load client when the client itself is held up: its own lateness is told, never hidden."""
+"""The loops of the load client when the client itself is held up: its own lateness is counted, never
+hidden."""
 
 from __future__ import annotations
 
@@ -37,16 +38,17 @@ class Failing:
     """Every request fails."""
 
     async def send(self, body: dict[str, object], record: Record) -> None:
-        record.error = "503 nobody"
+        record.error = "503 absent"
 
 
 def single(count: int) -> list[Conversation]:
     return [Conversation((Turn([1], 1),)) for _ in range(count)]
 
 
-def test_what_a_held_up_client_sends_late_counts_from_its_time() -> None:
-    """Requests at 0.1, 0.2, … s; all from the third to the twelfth are due while it stands still. Told from
-    their sending they would have taken 10 ms each, and only one request in 20 would have seen the second."""
+def test_late_sending_of_a_held_up_client_counts_from_its_scheduled_time() -> None:
+    """Requests at 0.1, 0.2, … s; all from the third to the twelfth are due while it stands still. Counted
+    from their sending they would have taken 10 ms each, and only one request in 20 would have seen the
+    second."""
 
     async def held_up() -> list[Record]:
         pacer = Pacer(LoopClock(), early_us=0)
@@ -72,4 +74,4 @@ def test_a_conversation_ends_with_its_first_failure() -> None:
         await drive.closed([Conversation((Turn("a", 1), Turn("b", 1))), *single(2)], clients=1)
         return drive.records
 
-    assert [record.error for record in run(failing())] == ["503 nobody"] * 3
+    assert [record.error for record in run(failing())] == ["503 absent"] * 3

@@ -114,7 +114,7 @@ def test_an_answer_without_text_has_its_first_token_at_its_end() -> None:
     assert (silent.ttft_us, silent.e2el_us, silent.output_tokens, silent.tpot_us) == (7 * MS, 7 * MS, 1, None)
 
 
-def test_nothing_is_said_of_nothing() -> None:
+def test_figures_of_no_sample_are_absent() -> None:
     made = figures([failed(0, "x")], 0, {})
     assert (made["request_goodput"], made["cached_tokens"], made["mean_ttft_ms"]) == (None, None, None)
     assert made["output_throughput"] == 0

@@ -1,4 +1,4 @@
-"""The load client's HTTP side against servers that misbehave: what is said of them, and what is not."""
+"""The load client's HTTP side against servers that misbehave: what the report has of them, and what not."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_an_answer_to_the_end_of_the_connection(tmp_path: Path) -> None:
         (b"gibberish\r\n\r\n", "the answer is not HTTP"),
     ],
 )  # fmt: skip
-async def test_what_fails_is_told(tmp_path: Path, answer: bytes, error: str) -> None:
+async def test_failure_is_reported(tmp_path: Path, answer: bytes, error: str) -> None:
     (record,), _ = await answered(tmp_path, answer)
     assert record.error.startswith(error)
     assert not record.good
@@ -144,7 +144,7 @@ async def test_a_server_that_breaks_off(tmp_path: Path) -> None:
     assert record.error.startswith("the connection ended before the answer did")
 
 
-async def test_nobody_listens(tmp_path: Path) -> None:
+async def test_absent_server_is_an_error(tmp_path: Path) -> None:
     transport = HttpTransport(f"unix:{tmp_path}/none", Pacer(), model="m")
     record = Record("", 0)
     await transport.send({"prompt": [1]}, record)
@@ -153,7 +153,7 @@ async def test_nobody_listens(tmp_path: Path) -> None:
         await HttpTransport(f"unix:{tmp_path}/none", Pacer()).find_model()
 
 
-async def test_what_is_sent(tmp_path: Path) -> None:
+async def test_request_has_the_expected_body(tmp_path: Path) -> None:
     asked: list[tuple[str, dict[str, object]]] = []
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -228,6 +228,6 @@ def test_addresses(url: str, address: Address) -> None:
     assert Address.of(url) == address
 
 
-def test_what_is_no_address() -> None:
+def test_address_without_a_scheme_is_refused() -> None:
     with pytest.raises(BadRequest, match="'h:80' is no URL of a server"):
         Address.of("h:80")

@@ -30,7 +30,7 @@ async def two_seconds(stream: io.StringIO) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_is_told_every_half_second_and_left_clean() -> None:
+def test_progress_on_a_terminal_is_redrawn_every_half_second_and_left_clean() -> None:
     lines = run(two_seconds(Terminal())).split(CLEAR)[1:]
     assert lines == [
         "8 req/s ···················· 0/4  0.0 req/s, 0 tok/s  0 s",
@@ -39,7 +39,7 @@ def test_a_terminal_is_told_every_half_second_and_left_clean() -> None:
     ]
 
 
-def test_a_file_is_told_nothing() -> None:
+def test_progress_prints_nothing_to_a_file() -> None:
     assert run(two_seconds(io.StringIO())) == ""
 
 
@@ -68,6 +68,6 @@ def test_the_schedulers_of_the_model_are_added_up() -> None:
 SERVICES = [("scheduler", "m", 2), ("scheduler", "m", 3), ("scheduler", "other", 7), ("executor", "m", 9)]
 
 
-def test_nobody_who_counts() -> None:
+def test_counters_are_absent_when_no_service_counts() -> None:
     assert run(counted()) is None
     assert run(counted(status("executor", "m", 1))) is None

@@ -157,7 +157,9 @@ def test_a_prompt_longer_than_its_pieces_goes_on_by_itself() -> None:
 
 
 @pytest.mark.parametrize(("scale", "block_tokens"), [(1.0, 16), (0.1, 16), (0.03, 8)])
-def test_what_a_trace_repeats_is_what_its_prompts_begin_with_alike(scale: float, block_tokens: int) -> None:
+def test_repeated_tokens_of_a_trace_equal_the_common_prefixes_of_its_prompts(
+    scale: float, block_tokens: int
+) -> None:
     """Against the prompts themselves: every prefix of whole blocks, in a set."""
     shape = Shape(prompts=60, length_scale=scale, block_tokens=block_tokens)
     seen: set[int] = set()
@@ -195,13 +197,13 @@ def test_the_body_of_a_completion_and_of_a_chat() -> None:
         "prompt": [1, 2], "max_tokens": 8, "temperature": 1, "ignore_eos": True, "slo_class": "batch",
         "top_p": 0.9,
     }  # fmt: skip
-    said = [{"role": "system", "content": "s"}]
-    assert body_of(Turn("hello", 8), said, Options(ignore_eos=False)) == {
+    messages = [{"role": "system", "content": "s"}]
+    assert body_of(Turn("hello", 8), messages, Options(ignore_eos=False)) == {
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}],
         "max_tokens": 8,
         "temperature": 0,
     }
-    assert len(said) == 2  # and is said from now on
+    assert len(messages) == 2  # and is reported from now on
 
 
 def test_words_and_numbers_come_from_one_generator() -> None:

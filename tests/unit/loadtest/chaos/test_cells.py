@@ -63,14 +63,14 @@ def test_a_gateway_that_is_gone_resets_its_own_connections_alone() -> None:
         (30.1, 31.0, False, "silent"),  # sent after its return
     ],
 )
-def test_what_a_broker_takes_along_ends_soon_after_its_return(
+def test_requests_lost_with_a_broker_end_soon_after_its_return(
     began_s: float, ended_s: float, accepted: bool, verdict: str
 ) -> None:
     each = ended(began_s=began_s, ended_s=ended_s, end="silence", accepted=accepted)
     assert verdict_of(each, RIGHT, Span(20.0, 30.0), gateway_fell=False) == verdict
 
 
-def test_a_cell_is_counted_and_told() -> None:
+def test_cell_is_counted_and_printed() -> None:
     clients = Clients("", "", 1.0, repeated=2)
     clients.ended = [ended(**ANSWER)] * 37 + [ended(**REFUSED), ended(ended_s=15.1, **REFUSED)]
     clients.ended.append(ended(**{**REFUSED, "message": "no scheduler d4c3b2a1 answers"}))
@@ -84,7 +84,7 @@ def test_a_cell_is_counted_and_told() -> None:
     assert of_broker.doubled == 0, "answers come again after its return, for readers that it may have cut off"
 
 
-def test_what_is_held_at_the_end_is_a_flaw() -> None:
+def test_resource_held_at_the_end_is_a_flaw() -> None:
     counts = Counts("kill executor", requests=600, right=570, refused=30)
     assert counts.flaws == []
     assert dataclasses.replace(counts, held="2 slots are held").flaws == ["2 slots are held"]

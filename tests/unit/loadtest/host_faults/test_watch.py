@@ -78,7 +78,7 @@ def test_flaws_are_what_a_case_does_not_allow(
     assert flaws(Case("c", nothing, **case), row(**found), place) == wanted
 
 
-def test_rows_of_an_earlier_run_stay_but_for_those_that_run_again(tmp_path: Path) -> None:
+def test_rows_of_an_earlier_run_stay_except_rows_that_run_again(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert kept(out, {"b"}) == []
     out.write_text('{"cases": [{"cell": "a"}, {"cell": "b"}, {"cell": "of an earlier version"}]}')

@@ -25,7 +25,7 @@ def test_gaps_and_first_tokens_are_no_later_than_in_vllm(rate: int) -> None:
 @pytest.mark.parametrize("rate", LOADS)
 def test_short_steps_under_a_light_load_cost_no_tokens(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     follows = measured(rate)
-    monkeypatch.setattr(step_planner, "EASY_PM", 10**9)  # as long as was promised, whatever the load
+    monkeypatch.setattr(step_planner, "EASY_PM", 10**9)  # as long as was promised, at any load
     always = default_load.measured(rate)
     assert follows["tok_s"] >= 0.998 * always["tok_s"]
     if rate == 16:

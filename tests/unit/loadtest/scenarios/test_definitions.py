@@ -63,7 +63,7 @@ def test_two_batches_hide_the_host_at_256_rows() -> None:
     assert arm_of("host_256", "auto")["steady_tok_s"] >= 1.2 * single
 
 
-def test_at_64_rows_auto_takes_single() -> None:
+def test_auto_takes_single_at_64_rows() -> None:
     auto, two_batch = arm_of("host_64", "auto"), arm_of("host_64", "two_batch")
     assert auto["single_pct"] > 90
     assert two_batch["steady_tok_s"] < auto["steady_tok_s"]
@@ -106,7 +106,7 @@ def test_memory_on_demand_serves_more_within_the_bounds() -> None:
     assert on_demand["failed"] == reserve["failed"] == 0
 
 
-def test_where_memory_is_enough_it_makes_no_difference() -> None:
+def test_swap_makes_no_difference_where_memory_is_enough() -> None:
     reserve, on_demand = arm_of("F", "reserve"), arm_of("F", "recompute")
     assert reserve["preemptions"] == on_demand["preemptions"] == 0
     assert on_demand["output_tok_s"] == pytest.approx(reserve["output_tok_s"], rel=0.01)

@@ -125,7 +125,7 @@ def test_a_slot_ends_with_its_stop_id_once() -> None:
     assert made.totals.wasted_rows == 1
 
 
-def test_what_is_computed_again_is_counted() -> None:
+def test_recomputed_tokens_are_counted() -> None:
     made = engine()
     made.open(opened(0, seq=9))
     made.run(prefill(1, 0, 2, [0]), 0)
@@ -138,7 +138,7 @@ def test_what_is_computed_again_is_counted() -> None:
     assert made.totals.recompute_us == 0  # one token more is new, and any step takes as long
 
 
-def test_what_computing_again_costs_is_what_the_step_would_be_shorter() -> None:
+def test_recompute_cost_is_the_time_that_the_step_would_be_shorter() -> None:
     made = engine()
     made.machine = replace(made.machine, model=StepModel(weights_us=0, token_ns=1_000_000))
     made.open(opened(0, seq=9))
@@ -159,7 +159,7 @@ def test_a_block_in_a_step_in_flight_is_not_given_out() -> None:
         made.run(prefill(2, 1, 2, [3]), 0)
 
 
-def test_after_the_result_it_is() -> None:
+def test_slot_is_free_after_the_result() -> None:
     made = engine()
     made.open(opened(0))
     made.run(prefill(1, 0, 2, [3]), 0)

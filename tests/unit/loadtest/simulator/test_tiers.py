@@ -125,7 +125,7 @@ def test_a_block_of_a_copy_in_flight_is_not_given_out(first: Message, then: Mess
         send(then)
 
 
-def test_after_its_answer_it_is() -> None:
+def test_copy_slot_is_free_after_its_answer() -> None:
     made = engine()
     made.open(opened(0))
     made.copy(copy(1, True, 3), 0)
@@ -154,11 +154,11 @@ def test_messages_go_to_the_tier_and_back_and_what_it_does_by_itself_is_woken_fo
     machine = Machine(MODEL, block_bytes=PAGE)
     tier = RealTier(spec, PAGE)
     world = World(Setup((machine,), tier=lambda: tier), Workload(()))
-    heard: list[tuple[int, object]] = []
-    world.scheduler.handle = lambda event, now_us: heard.append((now_us, event)) or []  # type: ignore[method-assign,func-returns-value,return-value]  # a spy
+    received: list[tuple[int, object]] = []
+    world.scheduler.handle = lambda event, now_us: received.append((now_us, event)) or []  # type: ignore[method-assign,func-returns-value,return-value]  # a spy
     world.run()
 
-    def say(*messages: Message) -> int:
+    def deliver(*messages: Message) -> int:
         """When they were sent."""
         sent_us = world.now_us
         for message in messages:
@@ -167,12 +167,14 @@ def test_messages_go_to_the_tier_and_back_and_what_it_does_by_itself_is_woken_fo
         return sent_us
 
     reserve = KvReserve(job=1, owner="executor.e0", keys=keys(0, 1), value_bytes=PAGE, lease_us=LEASE_US)
-    say(reserve, KvCommit(job=1, written=ints([1, 1])))
-    say(prefetch(2, 0, 1), KvRelease(jobs=ints([2])))  # a second use: they go to L2
+    deliver(reserve, KvCommit(job=1, written=ints([1, 1])))
+    deliver(prefetch(2, 0, 1), KvRelease(jobs=ints([2])))  # a second use: they go to L2
     others = replace(reserve, job=3, keys=keys(2, 3, 4, 5), priority=1)
-    say(others, KvRelease(jobs=ints([3])))
-    sent_us = say(prefetch(4, 0, 1))
-    ready = [(at, event.message) for at, event in heard if isinstance(getattr(event, "message", 0), KvReady)]  # type: ignore[attr-defined]  # it has one
+    deliver(others, KvRelease(jobs=ints([3])))
+    sent_us = deliver(prefetch(4, 0, 1))
+    ready = [
+        (at, event.message) for at, event in received if isinstance(getattr(event, "message", 0), KvReady)
+    ]  # type: ignore[attr-defined]  # it has one
     assert ready[-1][0] == sent_us + TIER_HOP_US + 2_000 + TIER_HOP_US
     assert [message.from_l2 for _, message in ready] == [0, 2]
     assert sent_us > FIRST_US

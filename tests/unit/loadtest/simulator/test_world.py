@@ -89,7 +89,7 @@ def test_slots_limit_what_runs_and_the_rest_waits() -> None:
     assert (first.ttft_us, second.ttft_us) == (7 * MS, 21 * MS)
 
 
-def test_what_can_never_fit_is_rejected() -> None:
+def test_request_that_can_never_fit_is_rejected() -> None:
     world = run(1, request(1, output=2), request(2, output=2, max_tokens=10_000), max_context=1_000)
     row = figures(world)
     assert (row["requests"], row["served"], row["rejected"]) == (2, 1, 1)

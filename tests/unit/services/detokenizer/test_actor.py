@@ -56,8 +56,8 @@ async def cancelled(fleet: Fleet, runtime: Runtime) -> None:
     fleet.outside.publish(subjects.cancel("t", "r1"), b"")
 
 
-async def read_by_nobody(fleet: Fleet, runtime: Runtime) -> None:
-    await opened(fleet)  # the server says that nobody listens to the first frame
+async def without_a_reader(fleet: Fleet, runtime: Runtime) -> None:
+    await opened(fleet)  # the server reports no responders to the first frame
 
 
 async def without_scheduler(fleet: Fleet, runtime: Runtime) -> None:
@@ -85,14 +85,14 @@ async def closed(fleet: Fleet, runtime: Runtime) -> None:
     ("where", "broken", "cause"),
     [
         (DetokenizerCore, "flush", flushed),
-        (DetokenizerCore, "on_client_gone", read_by_nobody),
+        (DetokenizerCore, "on_client_gone", without_a_reader),
         (DetokenizerCore, "advance_reconnect", back_at_the_broker),
         (Failover, "on_cancelled", cancelled),
         (Failover, "advance", without_scheduler),
         ("services.detokenizer.actor", "stamped", closed),
     ],
 )
-async def test_an_error_behind_a_timer_is_no_silence(
+async def test_error_in_a_timer_fails_the_detokenizer(
     fleet: Fleet,
     runtime: Runtime,
     monkeypatch: pytest.MonkeyPatch,
@@ -100,7 +100,7 @@ async def test_an_error_behind_a_timer_is_no_silence(
     broken: str,
     cause: object,
 ) -> None:
-    """Whoever waits for that text would wait for ever: a supervisor starts it again, and schedulers open
+    """The reader of that text would wait for ever: a supervisor starts it again, and schedulers open
     their requests elsewhere."""
 
     def fail(*args: object) -> None:
@@ -134,16 +134,16 @@ def resumption(**more: Any) -> bytes:
         (resumption(), ""),
     ],
 )
-async def test_a_keeper_is_told_why_a_checkpoint_is_of_no_use(
+async def test_keeper_gets_the_reason_when_a_checkpoint_is_of_no_use(
     fleet: Fleet, runtime: Runtime, data: bytes, why: str
 ) -> None:
-    told: list[Delivery] = []
+    deliveries: list[Delivery] = []
     reply = "_INBOX.t.headrace-keeper.r"
-    await fleet.outside.subscribe(reply, told.append)
+    await fleet.outside.subscribe(reply, deliveries.append)
     fleet.outside.publish(subjects.resume("t", "m"), data, reply=reply)
     await fleet.broker.settle()
-    assert [json.loads(each.data)["error"]["code"] for each in told] == ([400] if why else [])
-    assert all(why in each.data.decode() for each in told)
+    assert [json.loads(each.data)["error"]["code"] for each in deliveries] == ([400] if why else [])
+    assert all(why in each.data.decode() for each in deliveries)
     assert runtime.actor.status()["failover"] == (0 if why else 1)
 
 

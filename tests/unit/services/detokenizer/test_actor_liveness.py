@@ -1,4 +1,5 @@
-"""Who still waits for a plain answer: asked beside the inbox, believed only where the question is heard."""
+"""Clients that still wait for a plain answer: probed beside the inbox, believed only where the probe
+arrives."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def plain(number: int, inbox: str = "_INBOX.client.7") -> ResponseText:
     return ResponseText(opened, number, "")
 
 
-def test_a_sibling_of_the_inbox_is_asked_never_the_inbox() -> None:
+def test_liveness_probe_goes_to_a_sibling_of_the_inbox_and_never_to_the_inbox() -> None:
     presence, request = ClientLiveness(), plain(5)
     assert presence.next_probes([request]) == [Probe("_INBOX.client.headrace-probe", "f5")]
     assert presence.next_probes([request]) == [Probe("_INBOX.client.headrace-probe", "p5")]
@@ -23,11 +24,11 @@ def test_a_sibling_of_the_inbox_is_asked_never_the_inbox() -> None:
 def test_a_client_that_was_there_and_is_absent_for_three_turns_has_gone() -> None:
     presence, request = ClientLiveness(), plain(5)
     presence.next_probes([request])
-    told = []
+    sent = []
     for _ in range(ABSENT_TURNS):
         presence.next_probes([request])
-        told.append(presence.no_responder("p5"))
-    assert told == [None, None, 5]
+        sent.append(presence.no_responder("p5"))
+    assert sent == [None, None, 5]
 
 
 def test_a_client_that_comes_back_is_counted_anew() -> None:
@@ -38,7 +39,7 @@ def test_a_client_that_comes_back_is_counted_anew() -> None:
         assert not absent or presence.no_responder("p5") is None
 
 
-def test_a_client_with_one_exact_inbox_is_asked_once_and_never_believed_gone() -> None:
+def test_client_with_one_exact_inbox_is_probed_once_and_never_taken_for_gone() -> None:
     presence, request = ClientLiveness(), plain(5)
     presence.next_probes([request])
     assert presence.no_responder("f5") is None
@@ -51,7 +52,7 @@ def test_a_subject_of_another_form_is_left_alone(inbox: str) -> None:
     assert ClientLiveness().next_probes([plain(1, inbox)]) == []
 
 
-def test_an_ended_request_is_forgotten_and_nonsense_is_nobody() -> None:
+def test_ended_request_is_forgotten_and_a_malformed_probe_is_ignored() -> None:
     presence = ClientLiveness()
     presence.next_probes([plain(5), plain(6)])
     presence.next_probes([plain(6)])
@@ -62,7 +63,7 @@ def test_an_ended_request_is_forgotten_and_nonsense_is_nobody() -> None:
     assert presence.next_probes([plain(5)]) == [Probe("_INBOX.client.headrace-probe", "f5")]
 
 
-def test_a_user_with_an_inbox_of_its_own_is_asked_in_it() -> None:
+def test_user_with_an_inbox_of_its_own_is_probed_in_it() -> None:
     for own in ("acme.client", "acme.headrace-gateway.client"):
         inbox, probe = f"_INBOX.{own}.7", Probe(f"_INBOX.{own}.headrace-probe", "f5")
         assert ClientLiveness().next_probes([plain(5, inbox)]) == [probe]

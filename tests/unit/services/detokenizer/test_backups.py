@@ -46,7 +46,7 @@ def test_one_that_is_back_has_lost_nothing(copies: Backups) -> None:
     assert len(copies) == 1
 
 
-def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Backups) -> None:
+def test_request_answered_or_opened_here_or_late_is_forgotten(copies: Backups) -> None:
     copies.on_claims(Claims(done=longs([key_of(asked(inbox="another")), key_of(asked("q"))])), 10)
     assert len(copies) == 1, "an earlier request with its id, and another one"
     copies.on_claims(Claims(done=longs([key_of(asked())])), 10)
@@ -61,7 +61,7 @@ def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Backups) -> N
     assert len(copies) == 0
 
 
-def test_what_ends_here_is_told_once(copies: Backups) -> None:
+def test_request_that_ends_here_is_reported_once(copies: Backups) -> None:
     assert not copies.has_unsent
     copies.on_answered(opened_of(asked("q"), 0), 10)
     assert copies.has_unsent
@@ -69,7 +69,7 @@ def test_what_ends_here_is_told_once(copies: Backups) -> None:
     assert not copies.has_unsent
 
 
-def test_who_comes_is_told_what_was_answered_within_the_last_minute(copies: Backups) -> None:
+def test_newcomer_gets_the_requests_answered_within_the_last_minute(copies: Backups) -> None:
     copies.on_answered(opened_of(asked("q"), 0), 10)
     copies.on_claims(Claims(done=longs([key_of(asked())])), 20)
     copies.report()
@@ -80,13 +80,15 @@ def test_who_comes_is_told_what_was_answered_within_the_last_minute(copies: Back
     assert copies.known == Claims(done=longs([key_of(asked())]))
 
 
-def test_what_is_known_to_be_answered_is_bounded(copies: Backups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answered_requests_are_remembered_up_to_a_bound(
+    copies: Backups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.detokenizer.backups.MAX_DONE", 3)
     copies.on_claims(Claims(done=longs(range(5))), 10)
     assert copies.known == Claims(done=longs([2, 3, 4]))
 
 
-def test_a_copy_that_comes_behind_the_answer_is_not_kept(copies: Backups) -> None:
+def test_copy_that_arrives_after_the_answer_is_not_kept(copies: Backups) -> None:
     copies.on_claims(Claims(done=longs([key_of(asked("q"))])), 10)
     copies.on_backup(S, asked("q"), "", 10)
     assert len(copies) == 1
@@ -100,7 +102,8 @@ def test_a_copy_that_comes_behind_the_answer_is_not_kept(copies: Backups) -> Non
 def test_a_copy_of_which_one_has_gone_is_kept_until_the_other_has_found_another(
     copies: Backups, gone: str, left: str, void: bool
 ) -> None:
-    """Who has a new one says so, and whom nobody speaks of any more was answered before."""
+    """The owner of a new one announces it, and a request that is not announced any more was answered
+    before."""
     copies.on_backup(S, asked(timeout_us=DAY_US), "", 10)
     copies.on_backup(S, asked("renewed", timeout_us=DAY_US), "", 10)
     assert copies.on_gone(gone, {left}.__contains__, 100, void=void) == []

@@ -84,7 +84,7 @@ def frames(commands: list[Command]) -> list[dict[str, Any]]:
     return [json.loads(c.data) for c in commands if isinstance(c, Publish)]
 
 
-def told(commands: list[Command]) -> list[Message]:
+def sent_to_scheduler(commands: list[Command]) -> list[Message]:
     return [c.message for c in commands if isinstance(c, SendTo)]
 
 
@@ -99,11 +99,11 @@ def run(core: DetokenizerCore, *messages: Message) -> list[Command]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_usage_counts_the_reasoning_of_all_choices(core: DetokenizerCore, stream: bool) -> None:
     """Up to where each choice ends; a token is a byte here."""
-    told = {"stream": stream, "choices": 2, "answer_format": "qwen3"}
+    options = {"stream": stream, "choices": 2, "answer_format": "qwen3"}
     out = run(
         core,
-        opened(7, choice=0, **told),
-        opened(8, choice=1, **told),
+        opened(7, choice=0, **options),
+        opened(8, choice=1, **options),
         tokens(0, "<think>\nh\u00e9</think>yes", 7),
         tokens(0, "<think>one two", 8),
         close(22, seq=7),
@@ -135,9 +135,9 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     assert [c.number for c in published] == [1, 1, 1, 1]
     assert [dict(c.headers) for c in published[:3]] == [{}, {}, {}]
     assert published[3].headers == {"Headrace-End": "1", "traceparent": TRACE}
-    assert told(out) == [Ended(seq=7, index=5, reason="length")]
+    assert sent_to_scheduler(out) == [Ended(seq=7, index=5, reason="length")]
     assert core.is_idle
-    assert core.load() == {
+    assert core.status() == {
         "sequences": 0,
         "requests": 0,
         "failover": 0,
@@ -193,7 +193,7 @@ def test_two_choices_end_together_and_share_frames(core: DetokenizerCore) -> Non
     ]
     first = run(core, close(1, "length", cached=2))
     assert frames(first) == []
-    assert told(first) == [Ended(seq=7, index=1, reason="length")]
+    assert sent_to_scheduler(first) == [Ended(seq=7, index=1, reason="length")]
     (done,) = frames(run(core, close(2, "stop", seq=8, cached=4)))
     assert done["choices"] == [
         {"index": 0, "tokens": 1, "finish_reason": "length"},
@@ -229,10 +229,10 @@ def test_a_plain_answer_names_the_stop_string_that_ended_it(core: DetokenizerCor
 
 def test_the_stop_string_wins_over_a_close_on_its_way(core: DetokenizerCore) -> None:
     out = run(core, opened(stop=("END",)), tokens(0, "ab EN"), tokens(5, "Dxy"))
-    assert told(out) == [StopFound(seq=7, index=6)]
+    assert sent_to_scheduler(out) == [StopFound(seq=7, index=6)]
     assert "".join(c["delta"]["content"] for f in frames(out)[1:] for c in f["choices"]) == "ab "
     late = run(core, tokens(8, "zz"), close(10, "length"))
-    assert told(late) == [Ended(seq=7, index=6, reason="stop")]
+    assert sent_to_scheduler(late) == [Ended(seq=7, index=6, reason="stop")]
     done = frames(late)[-1]
     assert done["choices"] == [{"index": 0, "tokens": 6, "finish_reason": "stop", "stop_reason": "END"}]
     assert done["usage"]["completion_tokens"] == 6
@@ -273,10 +273,10 @@ def test_an_error_close_ends_all_choices_at_once(core: DetokenizerCore) -> None:
         "Headrace-End": "1", "Nats-Service-Error": "not done within 1 s", "Nats-Service-Error-Code": "408",
         "traceparent": TRACE,
     }  # fmt: skip
-    assert told(out) == [Ended(seq=7, index=1, reason="error")]
+    assert sent_to_scheduler(out) == [Ended(seq=7, index=1, reason="error")]
     other = run(core, close(0, "error", seq=8, code=408, message="not done"))
     assert frames(other) == []
-    assert told(other) == [Ended(seq=8, index=0, reason="error")]
+    assert sent_to_scheduler(other) == [Ended(seq=8, index=0, reason="error")]
     assert core.is_idle
 
 
@@ -292,10 +292,10 @@ def test_lost_tokens_are_a_typed_error(core: DetokenizerCore, lost: Message) -> 
     out = run(core, lost)
     assert isinstance(out[0], Fault)
     assert "r1" in out[0].detail
-    assert told(out)[0] == Detached(seqs=ints([7]))
+    assert sent_to_scheduler(out)[0] == Detached(seqs=ints([7]))
     assert frames(out)[-1]["error"]["code"] == 500
     assert core.is_idle
-    assert told(run(core, close(9)))[-1] == Ended(seq=7, index=9, reason="stop")
+    assert sent_to_scheduler(run(core, close(9)))[-1] == Ended(seq=7, index=9, reason="stop")
 
 
 def test_a_client_that_has_gone_is_reported(core: DetokenizerCore) -> None:
@@ -314,10 +314,10 @@ def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(cor
         503,
         "the scheduler has gone; send the request again",
     )
-    assert core.load()["requests"] == 1
+    assert core.status()["requests"] == 1
 
 
-def test_a_lost_part_of_a_stream_is_told_though_nothing_is_open(core: DetokenizerCore) -> None:
+def test_lost_part_of_a_stream_is_reported_when_nothing_is_open(core: DetokenizerCore) -> None:
     """The Open of a request may be among it: only the scheduler knows of that one."""
     assert core.on_stream_lost(SCHEDULER) == [SendTo(SCHEDULER, Detached(seqs=ints()))]
 
@@ -328,9 +328,9 @@ def test_a_lost_part_of_a_stream_costs_no_answer(core: DetokenizerCore, stream: 
     seen = run(
         core, opened(stream=stream), tokens(0, "ab"), opened(9, stream=stream, request="r2", inbox="b")
     )
-    assert told(core.on_stream_lost(SCHEDULER)) == [Detached(seqs=ints())]
+    assert sent_to_scheduler(core.on_stream_lost(SCHEDULER)) == [Detached(seqs=ints())]
     assert run(core, tokens(4, "e"), close(5), close(0, "moved", seq=9)) == []
-    assert core.load()["requests"] == 1, "one was moved elsewhere meanwhile"
+    assert core.status()["requests"] == 1, "one was moved elsewhere meanwhile"
     out = run(core, opened(stream=stream, attempt=2, tokens=ints(3 + b for b in b"abcde")), close(5))
     *_, last = frames(out)
     if stream:
@@ -341,16 +341,16 @@ def test_a_lost_part_of_a_stream_costs_no_answer(core: DetokenizerCore, stream: 
         assert (last["type"], last["choices"][0]["tokens"]) == ("done", 5)
     else:
         assert [frame["choices"][0]["message"]["content"] for frame in frames(out)] == ["abcde"]
-    assert told(out) == [Ended(seq=7, index=5, reason="stop")]
+    assert sent_to_scheduler(out) == [Ended(seq=7, index=5, reason="stop")]
     assert core.is_idle
 
 
-def test_what_is_not_opened_again_is_asked_for_again(core: DetokenizerCore) -> None:
+def test_request_that_is_not_opened_again_is_requested_again(core: DetokenizerCore) -> None:
     """The word about the loss may be lost itself."""
     run(core, opened())
     core.on_stream_lost(SCHEDULER)
     assert core.upkeep() == []
-    assert told(core.upkeep()) == [Detached(seqs=ints())]
+    assert sent_to_scheduler(core.upkeep()) == [Detached(seqs=ints())]
     assert core.upkeep() == []
     run(core, opened(attempt=2))
     assert [core.upkeep() for _ in range(3)] == [[]] * 3
@@ -363,7 +363,7 @@ def test_a_request_with_a_hole_goes_on_elsewhere_when_its_scheduler_dies(core: D
     run(core, opened(), tokens(0, "ab"), asked)
     core.on_stream_lost(SCHEDULER)
     core.failover.on_lost(SCHEDULER, "gone")
-    (resumed,) = told(core.failover.advance(["b"], 0))
+    (resumed,) = sent_to_scheduler(core.failover.advance(["b"], 0))
     assert isinstance(resumed, Tokenized)
     assert list(resumed.generated) == [2]
     out = core.handle("scheduler.b", opened(70))
@@ -380,11 +380,11 @@ def test_a_request_that_is_never_opened_again_is_taken_over(core: DetokenizerCor
     core.on_stream_lost(SCHEDULER)
     run(core, opened(7, attempt=2))
     out = [core.upkeep(1_000_000 * heartbeat) for heartbeat in range(20)]
-    said = [message for commands in out for message in told(commands)]
-    assert said == [Detached(seqs=ints())] * (MOST_ASKED - 1) + [Detached(seqs=ints([9]))]
+    late_messages = [message for commands in out for message in sent_to_scheduler(commands)]
+    assert late_messages == [Detached(seqs=ints())] * (MOST_ASKED - 1) + [Detached(seqs=ints([9]))]
     (error,) = [frame for commands in out for frame in frames(commands)]
     assert (error["type"], error["request_id"], error["error"]["code"]) == ("error", "r3", 503)
-    (resumed,) = told(core.failover.advance(["a"], 0))
+    (resumed,) = sent_to_scheduler(core.failover.advance(["a"], 0))
     assert isinstance(resumed, Tokenized)
     assert (resumed.request, list(resumed.generated)) == ("r2", [1])
     run(core, opened(70, request="r2", attempt=1), tokens(1, "b", 70))
@@ -392,7 +392,7 @@ def test_a_request_that_is_never_opened_again_is_taken_over(core: DetokenizerCor
     assert [request.opened.request for request in core.streams] == ["r1", "r2"]
 
 
-def test_a_scheduler_that_is_silent_is_not_asked_to_open_again(core: DetokenizerCore) -> None:
+def test_silent_scheduler_gets_no_request_to_open_again(core: DetokenizerCore) -> None:
     """Another one will go on with its requests."""
     run(core, opened())
     core.on_stream_lost(SCHEDULER)
@@ -518,11 +518,11 @@ def test_a_vector_is_the_whole_reply_and_an_executor_without_vectors_an_error(
     assert given == b64encode(data).decode() if base64 else array("f", given).tobytes() == data
     assert base64 or given == [0.600000024, -0.800000012], "no more digits than a float32 has"
     assert reply["usage"]["total_tokens"] == reply["usage"]["prompt_tokens"] == 4
-    assert told(out) == [Ended(seq=7, index=0, reason="stop")] * 2
+    assert sent_to_scheduler(out) == [Ended(seq=7, index=0, reason="stop")] * 2
     out = run(core, opened(8, stream=False, format=form, request="r2"), tokens(0, "a", 8), close(1, seq=8))
     (reply,) = frames(out)
     assert (reply["error"]["code"], reply["error"]["message"]) == (503, NO_VECTOR)
-    assert told(out) == [Ended(seq=8, index=1, reason="error")]
+    assert sent_to_scheduler(out) == [Ended(seq=8, index=1, reason="error")]
 
 
 def test_a_vector_comes_after_its_scheduler_was_replaced(core: DetokenizerCore) -> None:

@@ -1,4 +1,5 @@
-"""The detokenizer when schedulers die: whom it asks to go on, with what, and what readers see of it."""
+"""The detokenizer when schedulers die: which one it sends requests to, with what, and what readers see of
+it."""
 
 from __future__ import annotations
 
@@ -116,13 +117,13 @@ def frames(commands: list[Command]) -> list[dict[str, Any]]:
     return [json.loads(c.data) for c in commands if isinstance(c, Publish)]
 
 
-def told(commands: list[Command]) -> list[tuple[str, Message]]:
+def sent_to_schedulers(commands: list[Command]) -> list[tuple[str, Message]]:
     return [(c.scheduler, c.message) for c in commands if isinstance(c, SendTo)]
 
 
 def resumed(commands: list[Command]) -> Tokenized:
     """The request that another scheduler is asked to go on with."""
-    ((_, message),) = told(commands)
+    ((_, message),) = sent_to_schedulers(commands)
     assert isinstance(message, Tokenized)
     return message
 
@@ -132,7 +133,7 @@ def text(found: list[dict[str, Any]], choice: int = 0) -> str:
     return "".join(part["delta"]["content"] for part in parts if part["index"] == choice)
 
 
-def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: DetokenizerCore) -> None:
+def test_stream_goes_on_at_another_scheduler_after_its_last_token(core: DetokenizerCore) -> None:
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "abc"), now_us=51_000))
     assert core.failover.on_lost(A, "the scheduler has gone") == []
     out = core.failover.advance(["b"], 4_001_000)
@@ -145,10 +146,10 @@ def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: Detok
     assert core.failover.advance(["b"], 4_251_000) == []  # it has been asked
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     assert frames(out) == []  # a reader sees none of it
-    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
+    assert sent_to_schedulers(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
     out = give(core, B, tokens(90, 3, "de"), Close(seq=90, final=5, reason="length"))
     seen += frames(out)
-    assert told(out) == [(B, Ended(seq=90, index=5, reason="length"))]
+    assert sent_to_schedulers(out) == [(B, Ended(seq=90, index=5, reason="length"))]
     assert [frame["frame"] for frame in seen] == [*range(len(seen))]
     assert {frame["attempt"] for frame in seen} == {1}
     assert (text(seen), seen[-1]["choices"]) == (
@@ -179,7 +180,7 @@ def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
     seen += frames(out)
     assert [text(seen, choice) for choice in range(4)] == ["ab", "xy", "qr", "s"]
     assert [c["finish_reason"] for c in seen[-1]["choices"]] == ["length", "stop", "length", "length"]
-    assert [m.seq for _, m in told(out) if isinstance(m, Ended)] == [90, 91, 92, 93]
+    assert [m.seq for _, m in sent_to_schedulers(out) if isinstance(m, Ended)] == [90, 91, 92, 93]
     assert core.is_idle
 
 
@@ -195,7 +196,7 @@ def test_a_scheduler_that_was_only_stopped_has_lost_nothing(core: DetokenizerCor
     assert core.is_idle
 
 
-def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -> None:
+def test_new_incarnation_under_the_same_name_gets_the_request(core: DetokenizerCore) -> None:
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
     core.failover.on_lost(A, "restarted", void=True)
@@ -203,20 +204,20 @@ def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -
     assert isinstance(ask, SendTo)
     assert ask.scheduler == A
     out = give(core, A, *opens(resumed([ask]), 700))
-    assert told(out) == []  # nobody there knows the old number
+    assert sent_to_schedulers(out) == []  # no reader there has the old number
     out = give(core, A, tokens(700, 2, "c"), Close(seq=700, final=3, reason="length"))
     assert text(frames(out)) == "c"
     assert core.is_idle
 
 
-def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: DetokenizerCore) -> None:
+def test_scheduler_that_cannot_serve_yet_is_tried_again_after_the_others(core: DetokenizerCore) -> None:
     begin(core)
     core.failover.on_lost(A, "the scheduler has gone")
     first = rendezvous("r1", ["b", "c"])
     other = "c" if first == "b" else "b"
     refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
     for ready, expected in ((["b", "c"], first), (["b", "c"], other), ([other], other), ([], None)):
-        out = told(core.failover.advance(ready, 0))
+        out = sent_to_schedulers(core.failover.advance(ready, 0))
         assert [to for to, _ in out] == ([f"scheduler.{expected}"] if expected else [])
         assert give(core, f"scheduler.{expected}", refused) == []
     for _ in range(WAIT_TURNS - 5):
@@ -225,7 +226,7 @@ def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: Detokenizer
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["retryable"]) == (503, True)
     assert frame["error"]["message"] == "the scheduler has gone, and no executor is ready; send it again"
-    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
+    assert sent_to_schedulers(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     assert core.is_idle
 
 
@@ -236,11 +237,11 @@ def test_silence_ends_with_a_cancel_and_a_503(core: DetokenizerCore) -> None:
     out: list[Command] = []
     for _ in range(WAIT_TURNS):
         out += core.failover.advance(["b"], 0)
-    assert told(out) == CANCELLED
+    assert sent_to_schedulers(out) == CANCELLED
     assert frames(out)[0]["error"]["code"] == 503
 
 
-def test_the_scheduler_that_was_asked_dies_too(core: DetokenizerCore) -> None:
+def test_request_goes_on_when_the_second_scheduler_dies_too(core: DetokenizerCore) -> None:
     begin(core)
     core.failover.on_lost(A, "gone")
     core.failover.advance(["b"], 0)
@@ -273,16 +274,16 @@ def test_a_refusal_for_good_is_the_clients_answer(core: DetokenizerCore, code: i
     assert len(core.failover) == 0
 
 
-def test_what_another_detokenizer_has_is_forgotten_without_a_word(core: DetokenizerCore) -> None:
+def test_request_of_another_detokenizer_is_forgotten_silently(core: DetokenizerCore) -> None:
     begin(core)
     core.failover.on_lost(A, "gone")
     core.failover.advance(["b"], 0)
     out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=MOVED, message=""))
-    assert (frames(out), told(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
     assert core.is_idle
 
 
-def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> None:
+def test_unrequested_answers_are_ignored(core: DetokenizerCore) -> None:
     begin(core)
     refused = Rejected(tenant="t", request="r1", attempt=1, code=400, message="never")
     assert give(core, B, refused, Accepted(tenant="t", request="other", attempt=1)) == []
@@ -292,12 +293,12 @@ def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> 
     assert not core.is_idle
 
 
-def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerCore) -> None:
-    """It had not heard that the dead one accepted the request."""
+def test_tokenizers_second_submission_starts_a_new_attempt(core: DetokenizerCore) -> None:
+    """It had no word that the dead one accepted the request."""
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
     core.failover.on_lost(A, "gone")
     out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
-    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
+    assert sent_to_schedulers(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     fresh = frames(out)
     assert [frame["type"] for frame in fresh] == ["accepted", "delta"]
     assert fresh[0]["attempt"] > seen[-1]["attempt"]
@@ -306,7 +307,7 @@ def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerC
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_cancel_that_nobody_else_could_hear(core: DetokenizerCore, before: bool) -> None:
+def test_cancel_is_kept_while_the_scheduler_is_dead(core: DetokenizerCore, before: bool) -> None:
     """It came while the scheduler was dead, before that was noticed or after."""
     begin(core)
     core.failover.on_cancelled("t", "another")
@@ -320,7 +321,7 @@ def test_a_cancel_that_nobody_else_could_hear(core: DetokenizerCore, before: boo
         out = core.failover.advance(["b"], 0)
     assert frames(out)[0]["error"]["code"] == 499
     expected = [(A, Detached(seqs=ints([5])))] if before else CANCELLED
-    assert told(out) == expected
+    assert sent_to_schedulers(out) == expected
     assert core.is_idle
 
 
@@ -337,14 +338,14 @@ def test_a_reader_that_has_gone_needs_no_other_scheduler(
 
 
 def test_an_answer_of_the_one_thought_dead_is_the_only_one(core: DetokenizerCore) -> None:
-    """It comes back after another was asked, and is quicker."""
+    """It comes back after another got the request, and is faster."""
     begin(core)
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
     out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     assert frames(out)[-1]["type"] == "done"
     assert give(core, B, *opens(asked, 90), tokens(90, 0, "ab")) == []
-    assert told(core.failover.advance(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
+    assert sent_to_schedulers(core.failover.advance(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
     assert give(core, B, Close(seq=90, final=2, reason="error", code=499)) == [
         SendTo(B, Ended(seq=90, index=2, reason="error"))
     ]
@@ -360,7 +361,7 @@ def test_text_that_waits_to_be_sent_is_not_lost_on_the_way(core: DetokenizerCore
     assert text(frames(core.flush(0))) == "ab"
 
 
-def test_one_whose_options_leave_no_room_is_refused_rather_than_fatal() -> None:
+def test_request_whose_options_leave_no_room_is_refused_rather_than_fatal() -> None:
     class FullPort:
         def send(self, to: str, message: Message, trace: str) -> None:
             raise PayloadTooLarge("too long")
@@ -392,15 +393,15 @@ def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: Detok
     again = resumed(core.failover.advance(["c"], 0))
     give(core, "scheduler.c", *opens(again, 70), tokens(70, 2, "c"))
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90), tokens(90, 2, "c"))
-    assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
     out = give(core, "scheduler.c", tokens(70, 3, "d"), Close(seq=70, final=4, reason="length"))
     assert text(frames(out)) == "d"
     assert core.is_idle
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_nothing_follows_the_last_word_to_a_client(core: DetokenizerCore, late: bool) -> None:
-    """B was asked, and opens the request after its client has been told."""
+def test_last_frame_to_a_client_is_followed_by_nothing(core: DetokenizerCore, late: bool) -> None:
+    """B got the request, and opens it after its client got the error."""
     begin(core)
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
@@ -412,7 +413,7 @@ def test_nothing_follows_the_last_word_to_a_client(core: DetokenizerCore, late: 
             assert core.failover.advance(["b"], 0) == []
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     out += give(core, B, Close(seq=90, final=0, reason="error", code=499))
-    assert (frames(out), told(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
     again = dataclasses.replace(asked, inbox="another")  # the id is used once more
     assert [f["type"] for f in frames(give(core, B, *opens(again, 95)))] == ["accepted"]
     core.failover.advance(["b"], 0)
@@ -449,7 +450,9 @@ def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> 
     assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
 
 
-def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: DetokenizerCore) -> None:
+def test_one_of_two_requests_with_one_id_gets_an_error_at_once_without_a_scheduler(
+    core: DetokenizerCore,
+) -> None:
     begin(core)
     core.failover.on_lost(A, "gone")
     again = dataclasses.replace(ASKED, inbox="in2")
@@ -458,19 +461,21 @@ def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: Detokeniz
     assert [(c.inbox, json.loads(c.data)["error"]["code"]) for c in out if isinstance(c, Publish)] == [
         ("in2", 503)
     ]
-    assert core.load()["requests"] == 1
+    assert core.status()["requests"] == 1
 
 
-def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: DetokenizerCore) -> None:
+def test_stop_string_found_during_failover_is_sent_to_the_new_scheduler(core: DetokenizerCore) -> None:
     """Late tokens of the dead one complete it, after the request for the rest has left."""
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
-    assert told(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
-    assert told(give(core, B, *opens(asked, 90)))[1:] == []
-    assert told(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
-    assert told(give(core, B, tokens(90, 4, "d"), tokens(90, 5, "z"))) == [(B, StopFound(seq=90, index=5))]
+    assert sent_to_schedulers(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
+    assert sent_to_schedulers(give(core, B, *opens(asked, 90)))[1:] == []
+    assert sent_to_schedulers(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
+    assert sent_to_schedulers(give(core, B, tokens(90, 4, "d"), tokens(90, 5, "z"))) == [
+        (B, StopFound(seq=90, index=5))
+    ]
     out = give(core, B, Close(seq=90, final=5, reason="stop"))
     assert frames(out)[-1]["choices"] == [
         {"index": 0, "tokens": 5, "finish_reason": "stop", "stop_reason": "end"}
@@ -533,8 +538,8 @@ def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own
     assert (asked.inbox, list(asked.generated)) == ("in2", [1])
 
 
-@pytest.mark.parametrize("how", ["cancelled before", "its reader leaves", "nobody goes on"])
-def test_of_an_adopted_request_its_scheduler_is_told_by_name(core: DetokenizerCore, how: str) -> None:
+@pytest.mark.parametrize("how", ["cancelled before", "its reader leaves", "no scheduler goes on"])
+def test_scheduler_of_an_adopted_request_gets_its_end_by_name(core: DetokenizerCore, how: str) -> None:
     """Its sequences are not known here, and a word without them would mean that messages were lost."""
     core.handle(A, dataclasses.replace(ASKED, shard="d2"), "", 1, 1)
     if how == "cancelled before":
@@ -546,7 +551,7 @@ def test_of_an_adopted_request_its_scheduler_is_told_by_name(core: DetokenizerCo
         out += core.on_client_gone(1)
     for _ in range(WAIT_TURNS):
         out += core.failover.advance([], 2)
-    assert {(to, str(message)) for to, message in told(out)} == {
+    assert {(to, str(message)) for to, message in sent_to_schedulers(out)} == {
         (A, str(Cancel(tenant="t", request="r1", code=MOVED)))
     }
     assert core.is_idle
@@ -558,7 +563,7 @@ def test_a_request_that_two_schedulers_got_runs_at_the_first_one(core: Detokeniz
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
     out = give(core, B, *opens(ASKED, 90, attempt), tokens(90, 0, "ab"))
-    assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
     core.failover.on_lost(A, "gone")
     give(core, B, *opens(resumed(core.failover.advance(["b"], 0)), 91))
     out = give(core, B, tokens(91, 2, "c"), Close(seq=91, final=3, reason="length"))
@@ -569,14 +574,14 @@ def test_a_request_that_two_schedulers_got_runs_at_the_first_one(core: Detokeniz
 def test_another_attempt_of_the_same_tokenizer_has_a_reason(core: DetokenizerCore) -> None:
     """It has missed the first scheduler before this detokenizer did."""
     begin(core)
-    assert told(give(core, B, *opens(ASKED, 90, attempt=2))) == []
+    assert sent_to_schedulers(give(core, B, *opens(ASKED, 90, attempt=2))) == []
 
 
 def test_an_id_in_use_at_another_scheduler_is_409(core: DetokenizerCore) -> None:
     """For each choice; the one in use goes on."""
     begin(core)
     other = dataclasses.replace(ASKED, inbox="other", n=2)
-    out = told(give(core, B, *opens(other, 90), other))
+    out = sent_to_schedulers(give(core, B, *opens(other, 90), other))
     assert [to for to, _ in out] == [B, B]
     cancel = out[0][1]
     assert isinstance(cancel, Cancel)
@@ -600,5 +605,5 @@ def test_a_request_goes_where_the_tokenizer_would_send_the_next_turn_of_its_chat
     asked = dataclasses.replace(ASKED, routing_key="a chat")
     begin(core, asked)
     core.failover.on_lost(A, "gone")
-    ((to, _),) = told(core.failover.advance(names, 0))
+    ((to, _),) = sent_to_schedulers(core.failover.advance(names, 0))
     assert to == f"scheduler.{rendezvous('a chat', names)}" != f"scheduler.{rendezvous('r1', names)}"

@@ -41,22 +41,22 @@ class Line:
     text: str = ""
     scores: list[float] = field(default_factory=list)
     ends: list[dict[str, Any]] = field(default_factory=list)
-    told: list[Message] = field(default_factory=list)
+    replies: list[Message] = field(default_factory=list)
     sent: int = 0  # tokens
 
-    def say(self, *messages: Message) -> None:
+    def deliver(self, *messages: Message) -> None:
         for message in messages:
             self.carry(self.core.handle(SCHEDULER, message))
 
     def open(self, **more: Any) -> None:
         fields = {"request": "r", "attempt": 1, "tenant": "t", "model": "m", "inbox": "in"}
-        self.say(Open(seq=7, stream=self.stream, **{**fields, **more}))
+        self.deliver(Open(seq=7, stream=self.stream, **{**fields, **more}))
 
     def tokens(self, text: str) -> None:
         ids = ints(3 + byte for byte in text.encode())
         scores = floats(-byte for byte in text.encode())
         counts, first = ints([len(ids)]), ints([self.sent])
-        self.say(
+        self.deliver(
             Tokens(executor="e", step=1, seqs=ints([7]), first=first, counts=counts, ids=ids, logprobs=scores)
         )
         self.sent += len(ids)
@@ -68,7 +68,7 @@ class Line:
         self.carry(self.core.advance_reconnect())
 
     def close(self) -> None:
-        self.say(Close(seq=7, final=self.sent, reason="length"))
+        self.deliver(Close(seq=7, final=self.sent, reason="length"))
 
     def cut(self) -> None:
         self.core.reconnect.on_broker_lost()
@@ -81,7 +81,7 @@ class Line:
         absent = []
         for command in commands:
             if isinstance(command, SendTo):
-                self.told.append(command.message)
+                self.replies.append(command.message)
             elif isinstance(command, Publish) and not self.loses:
                 if self.listens:
                     self.read(json.loads(command.data))
@@ -134,7 +134,7 @@ def test_a_stream_is_begun_again_with_all_its_text(letters: Vocabulary) -> None:
     assert (at.text, at.ends[0]["type"], at.order.attempt) == ("river mill wheel lock", "done", 2)
     at.turn()
     assert at.core.is_idle
-    assert at.core.load()["frames"] == 7  # accepted, two deltas; accepted, two deltas, done: none twice
+    assert at.core.status()["frames"] == 7  # accepted, two deltas; accepted, two deltas, done: none twice
 
 
 @pytest.mark.parametrize("late", [0, 1, 5, TURNS - 2])
@@ -148,7 +148,7 @@ def test_a_reader_that_comes_back_late_gets_everything(letters: Vocabulary, late
     at.mend()
     for _ in range(late):
         at.turn()
-    assert at.told == []
+    assert at.replies == []
     at.tokens("c")
     at.close()
     at.listens = True
@@ -200,7 +200,7 @@ def test_an_answer_that_ends_before_its_reader_is_back_waits_for_it(letters: Voc
     assert at.core.is_idle
 
 
-def test_what_ended_long_before_is_forgotten(letters: Vocabulary) -> None:
+def test_stream_that_ended_long_ago_is_forgotten(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     at.tokens("x")
@@ -222,13 +222,13 @@ def test_a_reader_that_stays_away_has_gone(letters: Vocabulary) -> None:
     at.mend()
     for _ in range(TURNS - 1):
         at.turn()
-    assert at.told == []
+    assert at.replies == []
     at.turn()
-    assert at.told == [Detached(seqs=ints([7]))]
+    assert at.replies == [Detached(seqs=ints([7]))]
     assert not at.core.reconnect.is_active
 
 
-def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
+def test_failure_is_sent_again_as_well(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     at.tokens("part")
@@ -255,7 +255,7 @@ def test_text_that_the_replay_has_sent_leaves_no_empty_frame(letters: Vocabulary
     assert (at.text, len(at.ends)) == ("ab", 1)
 
 
-def test_what_is_kept_of_a_long_stream_is_its_text(letters: Vocabulary) -> None:
+def test_long_stream_is_kept_as_its_text(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     for _ in range(2 * MAX_SENT):
@@ -345,7 +345,7 @@ def test_a_broker_that_dies_again_loses_no_end(letters: Vocabulary, stream: bool
 
 
 def test_the_end_itself_is_seen_to_arrive(letters: Vocabulary) -> None:
-    """A reader that heard the new attempt and was cut off before the text."""
+    """A reader that received the new attempt and was cut off before the text."""
     at = line(letters)
     at.open()
     at.tokens("done")
@@ -382,7 +382,7 @@ def test_another_detokenizer_continues_after_any_number_of_new_attempts(letters:
 
 
 def test_a_503_that_comes_before_the_news_of_the_return_is_no_departure(letters: Vocabulary) -> None:
-    """What waited for the broker leaves first, and nobody listens yet."""
+    """What waited for the broker leaves first, and no reader listens yet."""
     at = line(letters)
     at.open()
     at.tokens("ab")
@@ -396,12 +396,12 @@ def test_a_503_that_comes_before_the_news_of_the_return_is_no_departure(letters:
     assert (at.text, len(at.ends)) == ("ab", 1)
 
 
-def test_what_has_moved_is_not_replayed(letters: Vocabulary) -> None:
+def test_moved_stream_is_not_replayed(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     at.cut()
     at.mend()
-    at.say(Close(seq=7, final=0, reason="moved"))
+    at.deliver(Close(seq=7, final=0, reason="moved"))
     assert at.core.advance_reconnect() == []
     assert at.core.is_idle
 

@@ -191,7 +191,7 @@ def test_a_stop_string_counts_in_the_content_alone(
     assert len(ends) == 1
 
 
-ANSWERED = [answer for answer in ANSWERS if answer.says or answer.thinks]
+ANSWERED = [answer for answer in ANSWERS if answer.has_text or answer.thinks]
 NEAR_STOPS = st.sampled_from(
     ["I", "t.", "look", "name", "<", "call", "{", "user", "T", "get_", "zone", ":", "E"]
 )
@@ -216,7 +216,7 @@ def test_stop_strings_in_answers_against_the_content_of_the_whole(
         for kind, group in itertools.groupby(parts, lambda part: part.kind)
         if kind == "content"
     ]
-    found = [(min(ends)[1], n) for n, said in enumerate(contents) if (ends := stops_in(said, stops))]
+    found = [(min(ends)[1], n) for n, tail in enumerate(contents) if (ends := stops_in(tail, stops))]
     form = answer.form + "/thinking" * answer.opened
     stream = stream_of(letters, tuple(stops), answer_format=form, most_calls=calls)
     ids = [3 + byte for byte in text.encode()]
@@ -228,10 +228,10 @@ def test_stop_strings_in_answers_against_the_content_of_the_whole(
     stream.close(len(ids), "length")
     shown += stream.drain().text
     assert text.startswith(shown)
-    said = read(answer.form, shown, thinking=answer.opened, tools=tools).content.split()
+    tail = read(answer.form, shown, thinking=answer.opened, tools=tools).content.split()
     if found:
         start, n = found[0]
-        assert said == "".join([*contents[:n], contents[n][:start]]).split()
+        assert tail == "".join([*contents[:n], contents[n][:start]]).split()
         assert stream.reason == "stop"
     else:
         assert (shown, stream.reason) == (text, "length")
@@ -265,7 +265,7 @@ def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
     ids = array("i", [3 + byte for byte in b"a STOP b"])
     assert stream.add_tokens(0, ids)
     assert (stream.stop_index, stream.taken) == (6, 6)
-    assert not stream.add_tokens(8, ids)  # behind a stop string: dropped
+    assert not stream.add_tokens(8, ids)  # after a stop string: dropped
     delta = stream.drain()
     assert (delta.first, delta.count, delta.text) == (0, 6, "a ")
     assert stream.close(8, "length") == 6
@@ -294,7 +294,7 @@ def test_the_space_of_the_first_word(tmp_path: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("zz", "!")])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_token_has_no_text_unless_asked_for(
+def test_stop_token_has_no_text_unless_requested(
     letters: Vocabulary, stop: tuple[str, ...], include: bool
 ) -> None:
     """It counts as a token, and as one of a prefix that is sent again; nor does it complete a stop string."""

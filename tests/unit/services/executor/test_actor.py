@@ -1,4 +1,4 @@
-"""The executor's shell on the memory bus: incarnations, whom it obeys, what it drops."""
+"""The executor's shell on the memory bus: incarnations, which scheduler it obeys, what it drops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shared.messages import (
 
 
 class HandScheduler(Hand):
-    """Says to the executor what a test says."""
+    """Sends the executor a test's messages."""
 
     def __init__(self, model: str = "m", requests: int = 0) -> None:
         super().__init__("scheduler")
@@ -50,7 +50,7 @@ class HandScheduler(Hand):
     def heartbeat_payload(self) -> HeartbeatPayload:
         return self._facts
 
-    def say(self, *messages: Message) -> None:
+    def deliver(self, *messages: Message) -> None:
         for message in messages:
             self.mailbox.send("executor.e", message)
 
@@ -73,7 +73,7 @@ async def welcomed(fleet: Fleet) -> tuple[ExecutorActor, HandScheduler, ExecHell
     await fleet.started(hand, "s")
     actor, _ = await executor(fleet)
     hello = await hand.until(ExecHello)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch))
     return actor, hand, hello
 
 
@@ -108,7 +108,7 @@ async def test_an_incarnation_is_never_older_than_its_process(
     assert (await hand.until(ExecHello)).exec_epoch >= runtime.mailbox.epoch
 
 
-async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
+async def test_executor_repeats_its_hello_until_it_is_welcomed(fleet: Fleet) -> None:
     hand = HandScheduler()
     await fleet.started(hand, "s")
     actor, runtime = await executor(fleet)
@@ -117,11 +117,11 @@ async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
     runtime.upkeep()
     again = await hand.until(ExecHello, 2)
     assert again == first
-    hand.say(ExecWelcome(exec_epoch=first.exec_epoch - 1))  # of another incarnation
+    hand.deliver(ExecWelcome(exec_epoch=first.exec_epoch - 1))  # of another incarnation
     await fleet.broker.settle()
     runtime.upkeep()
     await hand.until(ExecHello, 3)
-    hand.say(ExecWelcome(exec_epoch=first.exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=first.exec_epoch))
     await fleet.broker.settle()
     runtime.upkeep()
     await fleet.broker.settle()
@@ -129,7 +129,7 @@ async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
     assert actor.status()["scheduler"] == "scheduler.s"
 
 
-async def test_its_process_settles_before_it_says_hello(fleet: Fleet) -> None:
+async def test_executors_process_settles_before_its_hello(fleet: Fleet) -> None:
     """The answer to a hello is work, and settling takes longer than a load of KV blocks."""
     hand, chosen = HandScheduler(), list[object]()
     await fleet.started(hand, "s")
@@ -141,7 +141,7 @@ async def test_its_process_settles_before_it_says_hello(fleet: Fleet) -> None:
     assert [*chosen, actor.status()["scheduler"]] == ["", "scheduler.s"]
 
 
-async def test_one_that_is_kept_out_says_why_and_goes_on_saying_hello(
+async def test_executor_that_is_kept_out_logs_the_reason_and_repeats_its_hello(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     hand = HandScheduler()
@@ -151,20 +151,20 @@ async def test_one_that_is_kept_out_says_why_and_goes_on_saying_hello(
     assert len(hello.model_digest) == 32
     refused = ExecRefused(exec_epoch=hello.exec_epoch, why="other weights serve")
     for count in (2, 3):
-        hand.say(refused, plan(hello.exec_epoch, 1))
+        hand.deliver(refused, plan(hello.exec_epoch, 1))
         await fleet.broker.settle()
         assert actor.status()["kept_out"] == "other weights serve"
         runtime.upkeep()
         await hand.until(ExecHello, count)
     assert caplog.text.count("kept out by scheduler.s: other weights serve") == 1
     assert not hand.of(StepResult)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch))
     await fleet.broker.settle()
     assert "kept_out" not in actor.status()
 
 
 class Speaker(Hand):
-    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which tells none."""
+    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which sends none."""
 
     def __init__(self, kind: str, number: int) -> None:
         super().__init__(kind)
@@ -184,12 +184,12 @@ def speaking(digest: str = f"{7:012x}") -> SimBackend:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "detokenizer"])
-async def test_an_executor_whose_ids_mean_other_tokens_does_not_join_until_they_mean_the_same(
+async def test_executor_does_not_join_while_its_token_ids_differ_from_the_fleets(
     fleet: Fleet, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     hand, speaker = HandScheduler(), Speaker(kind, 8)
     await fleet.started(hand, "s")
-    speaks = await fleet.started(speaker, "p")
+    speaker_runtime = await fleet.started(speaker, "p")
     actor, runtime = await executor(fleet, speaking)
     for _ in range(3):
         runtime.upkeep()
@@ -199,32 +199,32 @@ async def test_an_executor_whose_ids_mean_other_tokens_does_not_join_until_they_
     assert str(actor.status()["kept_out"]).startswith(why)
     assert caplog.text.count("it does not join: its tokens are not those") == 1
     speaker.number = 7
-    speaks.send_heartbeat()
+    speaker_runtime.send_heartbeat()
     await fleet.broker.settle()
     runtime.upkeep()
     hello = await hand.until(ExecHello)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch))
     await fleet.broker.settle()
     assert "kept_out" not in actor.status()
 
 
-async def test_an_executor_that_serves_ends_when_the_fleet_speaks_otherwise(fleet: Fleet) -> None:
+async def test_serving_executor_ends_when_the_fleet_has_other_token_ids(fleet: Fleet) -> None:
     hand, speaker = HandScheduler(), Speaker("detokenizer", 7)
     await fleet.started(hand, "s")
-    speaks = await fleet.started(speaker, "p")
+    speaker_runtime = await fleet.started(speaker, "p")
     actor, _ = await executor(fleet, speaking)
-    hand.say(ExecWelcome(exec_epoch=(await hand.until(ExecHello)).exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=(await hand.until(ExecHello)).exec_epoch))
     await fleet.broker.settle()
     actor.upkeep()
     speaker.number = 8
-    speaks.send_heartbeat()
+    speaker_runtime.send_heartbeat()
     await fleet.broker.settle()
     with pytest.raises(SetupError, match=r"its tokens are not those of detokenizer\.p"):
         actor.upkeep()
 
 
 @pytest.mark.parametrize(("digest", "number"), [("", 8), (f"{7:012x}", 0), (f"{7:012x}", 7)])
-async def test_it_joins_a_fleet_that_speaks_alike_or_does_not_say(
+async def test_executor_joins_a_fleet_with_the_same_or_no_vocabulary_digest(
     fleet: Fleet, digest: str, number: int
 ) -> None:
     hand = HandScheduler()
@@ -234,7 +234,7 @@ async def test_it_joins_a_fleet_that_speaks_alike_or_does_not_say(
     await hand.until(ExecHello)
 
 
-async def test_it_waits_for_a_scheduler(fleet: Fleet) -> None:
+async def test_executor_waits_for_a_scheduler(fleet: Fleet) -> None:
     actor, runtime = await executor(fleet)
     runtime.upkeep()
     assert actor.status()["scheduler"] == ""
@@ -295,7 +295,12 @@ class Colleague(Hand):
 @pytest.mark.parametrize(
     ("requests", "wanted"),
     [((0, 0, 0), "b"), ((0, 2, 0), "b"), ((3, 2, 0), "a"), ((0, 0, 4), "c")],
-    ids=["the one that others have chosen", "also with requests", "one whose requests nobody computes", "so"],
+    ids=[
+        "the one that others have chosen",
+        "also with requests",
+        "one whose requests no executor computes",
+        "so",
+    ],
 )
 async def test_a_second_scheduler_stands_by(fleet: Fleet, requests: tuple[int, ...], wanted: str) -> None:
     for name, count in zip("abc", requests, strict=True):
@@ -305,13 +310,13 @@ async def test_a_second_scheduler_stands_by(fleet: Fleet, requests: tuple[int, .
     assert actor.status()["scheduler"] == f"scheduler.{wanted}"
 
 
-async def test_its_beats_name_the_scheduler_that_has_welcomed_it(fleet: Fleet) -> None:
+async def test_executors_heartbeats_name_the_scheduler_that_welcomed_it(fleet: Fleet) -> None:
     hand = HandScheduler()
     ours = await fleet.started(hand, "s")
     actor, _ = await executor(fleet)
     hello = await hand.until(ExecHello)
     assert actor.heartbeat_payload().scheduler == ""
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch))
     await fleet.broker.settle()
     assert actor.heartbeat_payload().scheduler == "s"
     await ours.finish(0)
@@ -323,9 +328,9 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
     actor, hand, hello = await welcomed(fleet)
     epoch = hello.exec_epoch
     second = plan(epoch, 2, start=2, count=1)
-    hand.say(opened(), plan(epoch - 1, 1), plan(epoch, 1), plan(epoch, 1), second)
+    hand.deliver(opened(), plan(epoch - 1, 1), plan(epoch, 1), plan(epoch, 1), second)
     await hand.until(StepResult, 2)
-    hand.say(SlotClose(slot=0, generation=1, last_step=2), opened(5), plan(epoch, 3, slot=5))
+    hand.deliver(SlotClose(slot=0, generation=1, last_step=2), opened(5), plan(epoch, 3, slot=5))
     await hand.until(StepResult, 3)
     results = hand.of(StepResult)
     assert [(r.exec_epoch, r.step, r.error) for r in results] == [(epoch, i, "") for i in (1, 2, 3)]
@@ -345,27 +350,27 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
 async def test_a_plan_that_skips_a_step_makes_a_new_incarnation(fleet: Fleet) -> None:
     """The scheduler would wait for the steps between for ever."""
     _, hand, hello = await welcomed(fleet)
-    hand.say(opened(), plan(hello.exec_epoch, 1), plan(hello.exec_epoch, 3, start=2, count=1))
+    hand.deliver(opened(), plan(hello.exec_epoch, 1), plan(hello.exec_epoch, 3, start=2, count=1))
     assert (await hand.until(ExecHello, 2)).exec_epoch > hello.exec_epoch
 
 
 async def test_a_welcome_of_an_earlier_incarnation_changes_nothing(fleet: Fleet) -> None:
     _, hand, hello = await welcomed(fleet)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch - 1), opened(), plan(hello.exec_epoch, 1))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch - 1), opened(), plan(hello.exec_epoch, 1))
     assert (await hand.until(StepResult)).error == ""
 
 
 async def test_a_reset_is_a_new_incarnation_with_empty_slots(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
-    hand.say(opened(), ExecReset(exec_epoch=hello.exec_epoch - 1, why="of another incarnation"))
+    hand.deliver(opened(), ExecReset(exec_epoch=hello.exec_epoch - 1, why="of another incarnation"))
     await fleet.broker.settle()
     assert (actor.status()["open_slots"], len(hand.of(ExecHello))) == (1, 1)
-    hand.say(ExecReset(exec_epoch=hello.exec_epoch, why="test"))
+    hand.deliver(ExecReset(exec_epoch=hello.exec_epoch, why="test"))
     fresh = await hand.until(ExecHello, 2)
     assert fresh.exec_epoch > hello.exec_epoch
     assert actor.status()["open_slots"] == 0
-    hand.say(opened(), plan(fresh.exec_epoch, 1))  # not welcomed yet: dropped
-    hand.say(ExecWelcome(exec_epoch=fresh.exec_epoch), opened(3), plan(fresh.exec_epoch, 1, slot=3))
+    hand.deliver(opened(), plan(fresh.exec_epoch, 1))  # not welcomed yet: dropped
+    hand.deliver(ExecWelcome(exec_epoch=fresh.exec_epoch), opened(3), plan(fresh.exec_epoch, 1, slot=3))
     result = await hand.until(StepResult)
     assert (result.exec_epoch, result.error) == (fresh.exec_epoch, "")
     assert len(hand.of(StepResult)) == 1
@@ -378,7 +383,7 @@ async def test_a_reset_may_name_another_scheduler(fleet: Fleet, there: bool) -> 
     other = HandScheduler()
     if there:
         await fleet.started(other, "s2")
-    hand.say(opened(), ExecReset(exec_epoch=hello.exec_epoch, why="test", scheduler="s2"))
+    hand.deliver(opened(), ExecReset(exec_epoch=hello.exec_epoch, why="test", scheduler="s2"))
     again = await (other.until(ExecHello) if there else hand.until(ExecHello, 2))
     assert again.exec_epoch > hello.exec_epoch
     assert actor.status()["scheduler"] == ("scheduler.s2" if there else "scheduler.s")
@@ -399,7 +404,7 @@ async def test_another_scheduler_is_not_obeyed(fleet: Fleet) -> None:
     actor, _, hello = await welcomed(fleet)
     foreign = HandScheduler()
     await fleet.started(foreign, "s2")
-    foreign.say(
+    foreign.deliver(
         ExecWelcome(exec_epoch=hello.exec_epoch), opened(), ExecReset(exec_epoch=hello.exec_epoch, why="")
     )
     await fleet.broker.settle()
@@ -407,7 +412,7 @@ async def test_another_scheduler_is_not_obeyed(fleet: Fleet) -> None:
     assert foreign.of(ExecHello) == []
 
 
-async def test_when_its_scheduler_goes_it_turns_to_another(fleet: Fleet) -> None:
+async def test_executor_turns_to_another_scheduler_when_its_own_goes(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     other = HandScheduler()
     await fleet.started(other, "s2")
@@ -425,19 +430,19 @@ async def test_when_its_scheduler_goes_it_turns_to_another(fleet: Fleet) -> None
 @pytest.mark.parametrize("how", ["restart", "lost"])
 async def test_a_restarted_scheduler_or_a_lost_stream_empties_the_slots(fleet: Fleet, how: str) -> None:
     actor, hand, hello = await welcomed(fleet)
-    hand.say(opened())
+    hand.deliver(opened())
     await fleet.broker.settle()
-    tell = actor.on_restart if how == "restart" else actor.on_stream_lost
-    tell("scheduler.another")
+    handler = actor.on_restart if how == "restart" else actor.on_stream_lost
+    handler("scheduler.another")
     assert actor.status()["open_slots"] == 1
-    tell("scheduler.s")
+    handler("scheduler.s")
     assert (await hand.until(ExecHello, 2)).exec_epoch > hello.exec_epoch
     assert actor.status()["open_slots"] == 0
 
 
 async def test_a_copy_without_an_arena_is_refused(fleet: Fleet) -> None:
     _, hand, _ = await welcomed(fleet)
-    hand.say(
+    hand.deliver(
         KvCopy(
             job=4, to_arena=True, after_step=0, arena_generation=1, blocks=ints([1]), offsets=longs([0]),
             block_bytes=65_536,
@@ -448,23 +453,23 @@ async def test_a_copy_without_an_arena_is_refused(fleet: Fleet) -> None:
 
 async def test_a_failed_step_is_reported_and_counted(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
-    hand.say(plan(hello.exec_epoch, 1, slot=9))  # never opened
+    hand.deliver(plan(hello.exec_epoch, 1, slot=9))  # never opened
     result = await hand.until(StepResult)
     assert result.error == "EngineError: the plan names slot 9, which is not open"
     assert list(result.ids) == [-1]
     assert actor.status()["failed_steps"] == 1
 
 
-async def test_what_no_engine_can_compute_is_the_error_of_its_own_rows(fleet: Fleet) -> None:
+async def test_impossible_computation_is_the_error_of_its_own_rows(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     good, bad = opened(0), dataclasses.replace(opened(1), tokens=ints([300, 32_000]))
     for message in (good, bad):
-        hand.say(message)
+        hand.deliver(message)
     both = dataclasses.replace(
         plan(hello.exec_epoch, 1), slots=ints([0, 1]), starts=ints([0, 0]), counts=ints([2, 2]),
         from_device=ints([0, 0]), sample_rows=ints([0, 1]), sample_slots=ints([0, 1]),
     )  # fmt: skip
-    hand.say(both)
+    hand.deliver(both)
     result = await hand.until(StepResult)
     why = "refused: prompt: the weights have 32000 tokens, and no token 32000"
     assert (result.error, result.row_errors) == ("", ((1, why),))
@@ -475,21 +480,21 @@ async def test_what_no_engine_can_compute_is_the_error_of_its_own_rows(fleet: Fl
 
 async def test_an_engine_that_fails_three_steps_in_a_row_fails_the_executor(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
-    hand.say(*(plan(hello.exec_epoch, step, slot=9) for step in (1, 2)))
+    hand.deliver(*(plan(hello.exec_epoch, step, slot=9) for step in (1, 2)))
     await hand.until(StepResult, 2)
     actor.upkeep()
-    hand.say(opened(), plan(hello.exec_epoch, 3))  # a good one in between
-    hand.say(*(plan(hello.exec_epoch, step, slot=9) for step in (4, 5)))
+    hand.deliver(opened(), plan(hello.exec_epoch, 3))  # a good one in between
+    hand.deliver(*(plan(hello.exec_epoch, step, slot=9) for step in (4, 5)))
     await hand.until(StepResult, 5)
     actor.upkeep()
-    hand.say(plan(hello.exec_epoch, 6, slot=9))
+    hand.deliver(plan(hello.exec_epoch, 6, slot=9))
     await hand.until(StepResult, 6)
     with pytest.raises(EngineError, match="3 steps in a row"):
         actor.upkeep()
 
 
 class Stuck(SimBackend):
-    """Its first forward pass returns when the test says so."""
+    """Its first forward pass returns when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(SimOptions(model="m", timing="step=0"))
@@ -502,7 +507,7 @@ class Stuck(SimBackend):
 
 
 @pytest.mark.parametrize("news", ["_on_result", "_on_grammar"])
-async def test_an_error_over_what_the_device_says_fails_the_executor(
+async def test_malformed_report_of_the_device_fails_the_executor(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, news: str
 ) -> None:
     """Its scheduler would wait for that step, or that grammar, for ever."""
@@ -512,7 +517,7 @@ async def test_an_error_over_what_the_device_says_fails_the_executor(
 
     monkeypatch.setattr(ExecutorActor, news, broken)
     actor, hand, hello = await welcomed(fleet)
-    hand.say(opened(), plan(hello.exec_epoch, 1))
+    hand.deliver(opened(), plan(hello.exec_epoch, 1))
     actor._grammar_news.report(GrammarReady(slot=0, generation=1, compile_us=1))
     async with asyncio.timeout(60):
         assert str(await fleet.runtimes[-1].failed()) == "broken"
@@ -523,7 +528,7 @@ async def test_a_device_call_that_never_returns_fails_the_executor(fleet: Fleet)
     await fleet.started(hand, "s")
     actor, _ = await executor(fleet, lambda: engine)
     hello = await hand.until(ExecHello)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
     await fleet.broker.settle()
     await asyncio.to_thread(engine.entered.wait)
     fleet.clock.advance(STUCK_US)
@@ -542,7 +547,7 @@ async def test_an_engine_that_is_gone_fails_the_executor_without_an_answer(fleet
     actor = ExecutorActor(lambda: engine, "h", alarm)
     await fleet.runtime(actor, "e").start()
     hello = await hand.until(ExecHello)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
     await fleet.broker.settle()
     await asyncio.to_thread(engine.entered.wait)
     actor.upkeep()
@@ -554,7 +559,7 @@ async def test_an_engine_that_is_gone_fails_the_executor_without_an_answer(fleet
     engine.released.set()
 
 
-async def test_an_engine_whose_file_has_changed_fails_the_executor_without_an_answer(fleet: Fleet) -> None:
+async def test_engine_with_a_changed_file_fails_the_executor_without_an_answer(fleet: Fleet) -> None:
     class Changed(SimBackend):
         def forward(self, plan: StepPlan) -> Pending:
             raise EngineGone("the model's file m.gguf was cut off")
@@ -564,7 +569,7 @@ async def test_an_engine_whose_file_has_changed_fails_the_executor_without_an_an
     actor = ExecutorActor(lambda: Changed(SimOptions(model="m")), "h")
     await fleet.runtime(actor, "e").start()
     hello = await hand.until(ExecHello)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
     await fleet.broker.settle()
     await asyncio.to_thread(actor._device._thread.join, 60)
     with pytest.raises(EngineGone, match="was cut off"):
@@ -668,11 +673,11 @@ def test_more_threads_than_can_help_are_refused_before_a_model_loads() -> None:
             engine_builder(settings)()
 
 
-async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_their_slot_is_open(
+async def test_grammar_reports_of_the_engine_go_to_the_scheduler_while_their_slot_is_open(
     fleet: Fleet,
 ) -> None:
     actor, hand, hello = await welcomed(fleet)
-    hand.say(opened(3), plan(hello.exec_epoch, 1, slot=3))
+    hand.deliver(opened(3), plan(hello.exec_epoch, 1, slot=3))
     await hand.until(StepResult)
     ready = GrammarReady(slot=3, generation=1, compile_us=5)
     failed = GrammarFailed(slot=3, generation=1, message="unbalanced")
@@ -680,27 +685,27 @@ async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_thei
     lane.start()
     assert await hand.until(GrammarFailed) == failed
     assert hand.of(GrammarReady) == [ready]
-    hand.say(SlotClose(slot=3, generation=1, last_step=1), opened(4), plan(hello.exec_epoch, 2, slot=4))
+    hand.deliver(SlotClose(slot=3, generation=1, last_step=1), opened(4), plan(hello.exec_epoch, 2, slot=4))
     await hand.until(StepResult, 2)
     actor._grammar_news.report(ready)
     await fleet.broker.settle()
     assert hand.of(GrammarReady) == [ready]
 
 
-async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet: Fleet) -> None:
+async def test_next_result_has_the_time_that_publishing_the_last_one_took(fleet: Fleet) -> None:
     late_us = 350
     actor, hand, hello = await welcomed(fleet)
-    hand.say(opened(), plan(hello.exec_epoch, 1))
+    hand.deliver(opened(), plan(hello.exec_epoch, 1))
     first = await hand.until(StepResult)
     assert first.published_us == 0
     actor._on_result(dataclasses.replace(first, end_wall_us=fleet.clock.wall_us() - late_us))
-    hand.say(plan(hello.exec_epoch, 2, start=2, count=1))
+    hand.deliver(plan(hello.exec_epoch, 2, start=2, count=1))
     await hand.until(StepResult, 3)
     assert [r.published_us for r in hand.of(StepResult)] == [0, 0, late_us]  # the first came twice
 
 
 class Napping(SimBackend):
-    """Says when it sleeps; wakes when a test lets it."""
+    """Reports when it sleeps; wakes when a test lets it."""
 
     def __init__(self) -> None:
         super().__init__(SimOptions(model="m", timing="step=0"))
@@ -719,41 +724,41 @@ class Napping(SimBackend):
 
 
 async def napping(fleet: Fleet) -> tuple[ExecutorActor, Runtime, HandScheduler, Napping, ExecHello]:
-    """An executor that was told to sleep and has done so."""
+    """An executor that got the command to sleep and has done so."""
     hand, engine = HandScheduler(), Napping()
     await fleet.started(hand, "s")
     actor, runtime = await executor(fleet, lambda: engine)
     first = await hand.until(ExecHello)
     assert not first.asleep
-    hand.say(ExecWelcome(exec_epoch=first.exec_epoch), ExecSleep(exec_epoch=first.exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=first.exec_epoch), ExecSleep(exec_epoch=first.exec_epoch))
     hello = await hand.until(ExecHello, 2)
     assert (hello.asleep, hello.exec_epoch > first.exec_epoch, engine.naps) == (True, True, ["sleep"])
     assert dict(actor.heartbeat_payload().load)["asleep"] == 1
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch))
     return actor, runtime, hand, engine, hello
 
 
-async def test_it_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> None:
+async def test_executor_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> None:
     actor, runtime, hand, engine, asleep = await napping(fleet)
-    hand.say(opened(), plan(asleep.exec_epoch, 1), ExecWake(exec_epoch=asleep.exec_epoch - 1))
+    hand.deliver(opened(), plan(asleep.exec_epoch, 1), ExecWake(exec_epoch=asleep.exec_epoch - 1))
     await fleet.broker.settle()
     assert (actor.status()["open_slots"], engine.naps) == (0, ["sleep"]), "a sleeper computes nothing"
-    hand.say(ExecWake(exec_epoch=asleep.exec_epoch))
+    hand.deliver(ExecWake(exec_epoch=asleep.exec_epoch))
     await fleet.broker.settle()
     runtime.upkeep()
     await fleet.broker.settle()
-    assert len(hand.of(ExecHello)) == 2, "it says hello when it is awake"
+    assert len(hand.of(ExecHello)) == 2, "its hello comes when it is awake"
     engine.may_wake.set()
     hello = await hand.until(ExecHello, 3)
     assert (hello.asleep, hello.exec_epoch > asleep.exec_epoch) == (False, True)
-    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    hand.deliver(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
     assert (await hand.until(StepResult)).error == ""
     assert "asleep" not in dict(actor.heartbeat_payload().load)
 
 
 async def test_a_sleeper_stays_asleep_for_another_scheduler(fleet: Fleet) -> None:
     _, _, hand, engine, asleep = await napping(fleet)
-    hand.say(ExecReset(exec_epoch=asleep.exec_epoch, why="a test"))
+    hand.deliver(ExecReset(exec_epoch=asleep.exec_epoch, why="a test"))
     hello = await hand.until(ExecHello, 3)
     assert (hello.asleep, engine.naps) == (True, ["sleep"])
 
@@ -762,7 +767,7 @@ async def test_one_that_cannot_wake_fails(fleet: Fleet) -> None:
     _, runtime, hand, engine, asleep = await napping(fleet)
     engine.fails = True
     engine.may_wake.set()
-    hand.say(ExecWake(exec_epoch=asleep.exec_epoch))
+    hand.deliver(ExecWake(exec_epoch=asleep.exec_epoch))
     async with asyncio.timeout(60):
         while runtime.failure is None:
             await asyncio.sleep(0.01)
@@ -773,6 +778,6 @@ async def test_an_engine_that_cannot_sleep_stays_awake(fleet: Fleet, monkeypatch
     info = dataclasses.replace(SimBackend(SimOptions(model="m")).info, sleeps=False)
     monkeypatch.setattr(SimBackend, "info", info)
     _, hand, hello = await welcomed(fleet)
-    hand.say(ExecSleep(exec_epoch=hello.exec_epoch))
+    hand.deliver(ExecSleep(exec_epoch=hello.exec_epoch))
     again = await hand.until(ExecHello, 2)
     assert (again.asleep, again.exec_epoch > hello.exec_epoch) == (False, True)

@@ -100,11 +100,11 @@ def test_a_slot_that_cannot_be_opened_is_the_error_of_its_own_rows() -> None:
         assert (result.error, list(result.ids), list(result.done)) == ("", [-1], [2])
         assert result.row_errors == ((0, why),)
     assert (third.error, third.row_errors) == ("OSError: ", ())
-    assert (list(fourth.ids), fourth.row_errors) == ([4], ((0, "no"),))  # what the engine itself says
+    assert (list(fourth.ids), fourth.row_errors) == ([4], ((0, "no"),))  # the engine's own error
     assert backend.calls[1:3] == [("open", 1), ("open", 1)]  # the second is its stand-in
 
 
-def test_a_long_error_of_a_slot_leaves_room_for_those_of_all_others() -> None:
+def test_long_error_of_a_slot_leaves_room_for_the_errors_of_all_others() -> None:
     (result,) = run(Scripted(FakeClock()), RejectedSlot(opened(1), "é" * 900), plan(1))
     assert result.row_errors == ((0, "é" * 80),)
 
@@ -143,7 +143,7 @@ def test_an_engine_that_cannot_be_built_is_reported(in_warm_up: bool) -> None:
     device.join(10)
 
 
-def test_a_result_says_how_long_its_plan_lay_here() -> None:
+def test_result_has_the_time_that_its_plan_lay_here() -> None:
     backend, results = Scripted(FakeClock()), list[StepResult]()
     device = DeviceThread(lambda: backend, backend.clock, results.append)
     device.put(plan(1))  # both before the thread runs

@@ -18,7 +18,7 @@ WITHIN_S = 90
 
 
 class Gated(Scripted):
-    """A Scripted whose samples of some steps begin when the test says so; calls are seen as they come."""
+    """A Scripted whose samples of some steps begin when the test allows it; calls are seen as they come."""
 
     def __init__(self, *gated: int) -> None:
         super().__init__(FakeClock())
@@ -109,7 +109,7 @@ def test_the_lane_holds_two_steps_and_then_the_device_waits() -> None:
     ],
     ids=["plan", "close", "open", "reset", "end"],
 )
-def test_what_touches_a_slot_on_the_lane_waits_for_it(work: Work, call: tuple[str, int]) -> None:
+def test_change_of_a_slot_on_the_lane_waits_for_the_lane(work: Work, call: tuple[str, int]) -> None:
     backend = Gated(1)
     device, results = started(backend, host_fed(1), of(1, 1))
     backend.until("forward", 1)

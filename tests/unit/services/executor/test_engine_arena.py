@@ -1,4 +1,4 @@
-"""The executor's shell and the host's arena: which one it maps, what it copies, and what it tells."""
+"""The executor's shell and the host's arena: which one it maps, what it copies, and what it reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Scheduler(Hand):
     def heartbeat_payload(self) -> HeartbeatPayload:
         return HeartbeatPayload(model=SimOptions().model)
 
-    def say(self, *messages: Message) -> None:
+    def deliver(self, *messages: Message) -> None:
         for message in messages:
             self.mailbox.send("executor.e", message)
 
@@ -107,7 +107,7 @@ class World:
 
     async def welcomed(self, count: int) -> ExecHello:
         hello = await self.scheduler.until(ExecHello, count)
-        self.scheduler.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+        self.scheduler.deliver(ExecWelcome(exec_epoch=hello.exec_epoch))
         return hello
 
     def copy(self, *blocks: int, store: bool = True, after: int = 0, **other: object) -> KvCopy:
@@ -127,7 +127,7 @@ class World:
     async def copied(self, copy: KvCopy) -> KvCopied:
         """Its answer."""
         count = len(self.scheduler.of(KvCopied))
-        self.scheduler.say(copy)
+        self.scheduler.deliver(copy)
         answer = await self.scheduler.until(KvCopied, count + 1)
         assert answer.job == copy.job
         return answer
@@ -141,7 +141,7 @@ class World:
             sample_slots=ints([0]), table_slots=ints([0]), table_first=ints([0]), table_counts=ints([2]),
             table_blocks=ints([7, 3]),
         )  # fmt: skip
-        self.scheduler.say(opened, plan)
+        self.scheduler.deliver(opened, plan)
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def held(file: Segment, place: int) -> bytes:
 async def test_blocks_are_stored_after_their_step_and_loaded_again(world: World) -> None:
     with segment(ROOM * SIZE) as file:
         hello = await world.start(file)
-        world.scheduler.say(world.copy(3, 7, after=1))
+        world.scheduler.deliver(world.copy(3, 7, after=1))
         world.run_step(hello)
         stored = await world.scheduler.until(KvCopied)
         assert (stored.status, stored.bytes) == ("ok", 2 * SIZE)
@@ -267,13 +267,13 @@ async def test_an_arena_is_mapped_although_the_clock_went_back(world: World) -> 
 
 
 async def test_no_hello_before_the_copies_of_the_incarnation_before_have_ended(world: World) -> None:
-    """The scheduler gives their blocks to others as soon as it hears it."""
+    """The scheduler gives their blocks to others as soon as it gets the message."""
     with segment(ROOM * SIZE) as file:
         hello = await world.start(file)
         world.copier.hold = True
-        world.scheduler.say(world.copy(*range(6), store=False), world.copy(8, store=False))
+        world.scheduler.deliver(world.copy(*range(6), store=False), world.copy(8, store=False))
         await asyncio.to_thread(world.copier.began.acquire)
-        world.scheduler.say(ExecReset(exec_epoch=hello.exec_epoch, why="test"))
+        world.scheduler.deliver(ExecReset(exec_epoch=hello.exec_epoch, why="test"))
         await world.fleet.broker.settle()
         world.actor.upkeep()
         await world.fleet.broker.settle()
@@ -285,7 +285,7 @@ async def test_no_hello_before_the_copies_of_the_incarnation_before_have_ended(w
         assert world.copier.pieces == [[0, 1]]
         assert (await world.copied(world.copy(9, store=False))).status == "ok"
         assert world.copier.pieces == [[0, 1], [9]]
-        assert len(world.scheduler.of(KvCopied)) == 1  # of the old ones nothing is said
+        assert len(world.scheduler.of(KvCopied)) == 1  # the old ones are not reported
 
 
 async def test_copies_of_a_new_incarnation_wait_until_the_device_has_begun_it(world: World) -> None:
@@ -303,9 +303,9 @@ async def test_copies_of_a_new_incarnation_wait_until_the_device_has_begun_it(wo
         world.engine.forward = stuck  # type: ignore[method-assign,assignment]  # only this one engine's
         world.run_step(hello)
         await asyncio.to_thread(entered.wait, 30)
-        world.scheduler.say(ExecReset(exec_epoch=hello.exec_epoch, why="test"))
+        world.scheduler.deliver(ExecReset(exec_epoch=hello.exec_epoch, why="test"))
         await world.welcomed(2)
-        world.scheduler.say(world.copy(7, store=False))
+        world.scheduler.deliver(world.copy(7, store=False))
         await world.fleet.broker.settle()
         assert (world.copier.pieces, world.actor.status()["copies_queued"]) == ([], 1)
         released.set()
@@ -339,7 +339,7 @@ async def test_a_copy_that_never_ends_fails_the_executor(world: World) -> None:
     with segment(ROOM * SIZE) as file:
         await world.start(file)
         world.copier.hold = True
-        world.scheduler.say(world.copy(1, store=False))
+        world.scheduler.deliver(world.copy(1, store=False))
         await asyncio.to_thread(world.copier.began.acquire)
         world.actor.upkeep()
         world.fleet.clock.advance(STUCK_US + 1)

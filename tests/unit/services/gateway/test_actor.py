@@ -22,7 +22,7 @@ from shared.replies import to_json
 LOGIN = "nats://headrace-gateway:secret@nats:4222"
 
 
-def test_it_may_have_as_many_connections_as_the_machine_lets_it() -> None:
+def test_gateway_may_have_as_many_connections_as_the_machine_allows() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
@@ -40,7 +40,7 @@ def test_a_low_limit_of_open_files_is_a_warning(
     assert caplog.messages[0].startswith("only 64 files may be open (ulimit -n)")
 
 
-def test_a_gateway_that_may_ask_in_every_name_wants_keys(tmp_path: Path) -> None:
+def test_gateway_with_permission_for_every_name_needs_keys(tmp_path: Path) -> None:
     with pytest.raises(
         SetupError, match=r"as headrace-gateway .* `http_keys` is empty: set it to the file"
     ) as refused:

@@ -1,4 +1,4 @@
-"""What the pages that need no key say."""
+"""The contents of the pages that need no key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Message, Scope
 from support.memory_bus import MemoryBroker
 from support.virtual_loop import FakeClock
 
-from services.gateway.app import MET_503, Endpoints, Keys, build_app
+from services.gateway.app import MET_503, _route, build_app
+from services.gateway.endpoints import Endpoints
 from services.gateway.native_call import Fleet, Health, TenantConnections
+from services.gateway.visitors import Keys
 from shared.actor.mailbox import Mailbox
 from shared.client.client import Client
 from shared.errors import Unavailable
@@ -50,17 +52,15 @@ def opened(keys: str = "", origins: Sequence[str] = ()) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(away(keys, origins)), base_url="http://gateway")
 
 
-@pytest.mark.parametrize(("keys", "told"), [("acme one\n", MET_503), ("", SECRET)])
-async def test_health_quotes_nobodys_request_where_there_are_keys(
-    tmp_path: Path, keys: str, told: str
-) -> None:
+@pytest.mark.parametrize(("keys", "reason"), [("acme one\n", MET_503), ("", SECRET)])
+async def test_health_quotes_no_request_where_there_are_keys(tmp_path: Path, keys: str, reason: str) -> None:
     path = tmp_path / "keys"
     path.write_text(keys)
     async with opened(str(path) if keys else "") as http:
         asked = await http.get("/v1/models", headers={"authorization": "Bearer one"})
         assert (asked.status_code, asked.json()["error"]["message"]) == (503, SECRET)
         health = await http.get("/health")
-        assert (health.status_code, health.json()["reason"]) == (503, told)
+        assert (health.status_code, health.json()["reason"]) == (503, reason)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,56 @@ async def test_pages_of_other_origins(origins: Sequence[str], allowed: str | Non
         assert [answer.headers.get("access-control-allow-origin") for answer in answers] == [allowed] * 2
         assert (answers[0].status_code == 200) == (allowed is not None)
         assert answers[1].status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "allowed"),
+    [
+        ("PUT", "/v1/files", {"POST", "GET", "HEAD"}),
+        ("PUT", "/v1/responses/resp_1", {"GET", "HEAD", "DELETE"}),
+        ("DELETE", "/v1/chat/completions", {"POST"}),
+        ("POST", "/v1/models/a/b", {"GET", "HEAD"}),
+        ("POST", "/requests/r", {"GET", "HEAD"}),
+    ],
+)
+async def test_a_405_names_every_verb_of_its_path(verb: str, path: str, allowed: set[str]) -> None:
+    async with opened() as http:
+        answer = await http.request(verb, path)
+        assert answer.status_code == 405
+        assert {*answer.headers["allow"].split(", ")} == allowed
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/v1/models", {"error": dict}),
+        ("/api/tags", {"error": str}),
+        ("/v1/messages", {"type": str, "error": dict}),
+    ],
+)
+async def test_an_error_has_the_shape_of_its_api_before_its_handler_runs(
+    tmp_path: Path, path: str, shape: dict[str, type]
+) -> None:
+    (keys := tmp_path / "keys").write_text("acme one\n")
+    async with opened(str(keys)) as http:
+        answer = await http.request("POST" if "messages" in path else "GET", path, json={})
+        assert answer.status_code == 401
+        assert {name: type(answer.json()[name]) for name in shape} == shape
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v1/models/a/b", "/v1/models/{model}"),
+        ("/v1/models/", "/v1/models/{model}"),
+        ("/v1/files/f/content", "/v1/files/{id}/content"),
+        ("/v1/files/f/g", "other"),
+        ("/requests/r", "other"),
+        ("/health", "/health"),
+    ],
+)
+def test_the_route_of_a_path_is_that_of_the_document(path: str, route: str) -> None:
+    assert _route(path) == route
 
 
 class Served:

@@ -55,7 +55,7 @@ async def whole(receive: Any) -> bytes:
 
 
 class Peer:
-    """A client that says what it likes."""
+    """A client that sends any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -119,16 +119,14 @@ async def test_half_a_head_ends(door: Door, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_silent_connection_ends(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it has never said anything, or nothing but blank lines, or has had its answer."""
+    """Whether it has never sent anything, or nothing but blank lines, or has had its answer."""
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.1)
     for data in (b"", b"\r\n" * 10):
         assert await (await door.peer(data)).read() == b""
     assert (await (await door.peer(GET + b"\r\n")).read()).endswith(b"here")
 
 
-async def test_the_rest_of_a_body_that_nobody_reads_is_not_awaited(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rest_of_an_unread_body_is_not_awaited(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LINGER_S", 0.1)
     assert (await (await door.peer(POST + b"x")).read()).endswith(b"here")
 
@@ -165,7 +163,7 @@ async def test_a_head_of_that_size_is_served(door: Door) -> None:
     assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
 
 
-async def test_what_is_no_http_is_refused_and_not_logged(
+async def test_bytes_that_are_not_http_are_refused_and_not_logged(
     door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:
     for data in (b"\x16\x03\x01\x02\x00", b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n"):
@@ -205,7 +203,7 @@ async def test_an_answer_has_all_the_time_it_takes(door: Door, monkeypatch: pyte
 # ---- several requests at once -----------------------------------------------------------------------
 
 
-async def test_requests_that_wait_behind_one_are_bounded(door: Door) -> None:
+async def test_requests_that_wait_after_one_are_bounded(door: Door) -> None:
     """What came before is answered, and then why the rest is not."""
     peer = await door.peer(GET.replace(b"/", b"/held", 1) + b"\r\n" + (GET + b"\r\n") * (MAX_PIPELINED + 10))
     await peer.read(b"he")
@@ -216,7 +214,7 @@ async def test_requests_that_wait_behind_one_are_bounded(door: Door) -> None:
     assert refusal(await peer.read()) == (429, "overloaded")
 
 
-async def test_nothing_is_read_while_requests_wait(door: Door) -> None:
+async def test_connection_is_not_read_while_requests_wait(door: Door) -> None:
     held = GET.replace(b"/", b"/held", 1) + b"\r\n"
     peer = await door.peer(POST.replace(b"/", b"/read", 1) + b"x" * 1000 + held + GET + b"\r\n")
     await peer.read(b"here")
@@ -231,7 +229,7 @@ async def test_nothing_is_read_while_requests_wait(door: Door) -> None:
     assert not door.connections[0].flow.read_paused
 
 
-async def test_a_head_may_begin_behind_other_requests(door: Door) -> None:
+async def test_head_may_start_after_other_requests(door: Door) -> None:
     """Its own bytes count, not those of the others."""
     long = GET + b"cookie: " + b"x" * 2000 + b"\r\n\r\n"
     post = b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 40000\r\n\r\n" + b"x" * 40_000
@@ -277,7 +275,7 @@ async def test_each_piece_of_a_long_body_has_its_time(door: Door, monkeypatch: p
     assert upload.since_s > began_s + 400
 
 
-async def test_what_is_no_http_behind_a_request_is_refused_behind_its_answer(
+async def test_bytes_that_are_not_http_are_refused_after_the_answer_before_them(
     door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = await door.peer(GET.replace(b"/", b"/held", 1) + b"\r\n\x16\x03\x01\x02\x00")
@@ -288,8 +286,8 @@ async def test_what_is_no_http_behind_a_request_is_refused_behind_its_answer(
     assert caplog.records == []
 
 
-async def test_a_lost_connection_is_told_to_the_request_that_runs(door: Door) -> None:
-    """Not only to the newest, which waits behind it."""
+async def test_lost_connection_is_reported_to_the_running_request(door: Door) -> None:
+    """Not only to the newest, which waits after it."""
     peer = await door.peer(GET.replace(b"/", b"/left", 1) + b"\r\n" + GET + b"\r\n")
     await peer.read(b"he")
     door.connections[0].transport.abort()
@@ -314,7 +312,7 @@ async def test_trailers_are_not_kept(door: Door) -> None:
     "begun", [b"1\r\nx\r\n0\r\n", b"1\r\nx\r\n0\r\na: ", b"1;a="], ids=["many", "one", "chunk"]
 )
 @pytest.mark.parametrize("path", [b"/", b"/read"], ids=["answered", "read"])
-async def test_what_a_body_has_beside_its_bytes_is_bounded(
+async def test_overhead_of_a_chunked_body_is_bounded(
     door: Door, monkeypatch: pytest.MonkeyPatch, begun: bytes, path: bytes
 ) -> None:
     monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 100)
@@ -380,18 +378,20 @@ async def test_a_request_that_offers_another_protocol_is_answered_in_http_1(
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-async def test_who_closes_anyway_and_still_sends_reads_an_early_answer(door: Door, version: bytes) -> None:
+async def test_early_answer_is_read_by_a_client_that_still_sends_on_a_closing_connection(
+    door: Door, version: bytes
+) -> None:
     head = b"POST / HTTP/" + version + b"\r\nconnection: close\r\ncontent-length: 8000000\r\n\r\n"
     peer = await door.peer(head + b"x" * 8_000_000)
     assert (await peer.read()).endswith(b"here")
 
 
-async def test_who_still_sends_a_head_reads_its_refusal(door: Door) -> None:
+async def test_refusal_is_read_by_a_client_that_still_sends_its_head(door: Door) -> None:
     peer = await door.peer(GET + b"long: " + b"x" * 8_000_000)
     assert refusal(await peer.read()) == (431, "head_too_large")
 
 
-async def test_what_follows_the_last_answer_is_not_read_for_ever(
+async def test_bytes_after_the_last_answer_are_not_read_for_ever(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LINGER_S", 0.1)
@@ -435,5 +435,5 @@ async def test_an_answer_to_http_1_0_is_not_chunked_and_ends_with_its_connection
         ("fe80::1%eth0", "fe80::2", True), ("", "", True),
     ],
 )  # fmt: skip
-def test_whose_connections_count_together(one: str, other: str, same: bool) -> None:
+def test_connections_of_one_network_count_together(one: str, other: str, same: bool) -> None:
     assert (_network(one) == _network(other)) == same

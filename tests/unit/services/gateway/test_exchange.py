@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.app import Keys, read_keys
-from services.gateway.errors import NotAuthorized, SlowRequest, headers_of
 from services.gateway.exchange import (
     MAX_IGNORED,
     Exchange,
     ExchangeCounters,
+    NotAuthorized,
+    SlowRequest,
     fresh_id,
     given_id,
+    headers_of,
     headers_of_exchange,
     spans,
 )
+from services.gateway.visitors import Keys, read_keys
 from shared.client.client import SlowReader
 from shared.errors import (
     BadRequest,
@@ -66,14 +68,14 @@ def test_errors_in_openai_form(error: HeadraceError, status: int, kind: str, wor
     }
 
 
-def test_when_to_come_back() -> None:
+def test_error_headers_have_the_time_to_retry() -> None:
     assert headers_of(Overloaded("w", retry_after_ms=1500)) == {"Retry-After": "2", "Retry-After-Ms": "1500"}
     assert headers_of(Unavailable("w")) == {"Retry-After": "1", "Retry-After-Ms": "1000"}
     assert headers_of(NotAuthorized("w")) == {"WWW-Authenticate": "Bearer"}
     assert headers_of(BadRequest("w")) == {}
 
 
-def test_what_is_open_is_counted_by_tenant() -> None:
+def test_open_exchanges_are_counted_by_tenant() -> None:
     meter = ExchangeCounters()
     visits = [Exchange(method="POST", route="/r", request_id=n, tenant=n[0]) for n in ("a1", "a2", "b1")]
     for visit in visits:
@@ -92,7 +94,7 @@ HASH = sha256(b"secret").hexdigest()
 
 
 def test_keys_plain_and_hashed() -> None:
-    text = f"# who\nacme  hr-1 # first\n\nacme hr-2\nother sha256:{HASH}\n"
+    text = f"# names\nacme  hr-1 # first\n\nacme hr-2\nother sha256:{HASH}\n"
     assert read_keys(text) == {
         sha256(b"hr-1").hexdigest(): "acme",
         sha256(b"hr-2").hexdigest(): "acme",
@@ -115,7 +117,7 @@ def test_a_bad_line_is_named(text: str, why: str) -> None:
         read_keys(text)
 
 
-def test_who_may_come_in(tmp_path: Path) -> None:
+def test_keys_admit_their_tenants_alone(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"acme hr-1\nother sha256:{HASH}\n")
     keys = Keys(str(path))
@@ -127,7 +129,7 @@ def test_who_may_come_in(tmp_path: Path) -> None:
     assert Keys("").tenant_of("") == "public"
 
 
-def test_what_tells_of_everybody_is_for_the_operator(tmp_path: Path) -> None:
+def test_pages_about_all_tenants_are_for_the_operator(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("acme hr-1\nheadrace-operator hr-2\n")
     keys = Keys(str(path))
@@ -161,7 +163,7 @@ def test_keys_change_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert [r.message.count("those before remain") for r in caplog.records] == [1, 1]
 
 
-def test_keys_that_replace_others_are_read_whatever_their_size_and_time(tmp_path: Path) -> None:
+def test_replaced_key_file_is_read_at_any_size_and_time(tmp_path: Path) -> None:
     path, new = tmp_path / "keys", tmp_path / "new"
     path.write_text("acme one\n")
     keys = Keys(str(path))
@@ -175,7 +177,7 @@ def test_keys_that_replace_others_are_read_whatever_their_size_and_time(tmp_path
         keys.tenant_of("Bearer one")
 
 
-def test_keys_that_could_not_be_read_are_tried_again_and_told_once(
+def test_unreadable_key_file_is_tried_again_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys"
@@ -215,7 +217,7 @@ def test_ids_of_clients_are_kept_where_they_can_be() -> None:
 
 @pytest.mark.parametrize("given", ["", "mesh-1", "x" * 128])
 def test_requests_with_one_given_id_have_ids_of_their_own(given: str) -> None:
-    """A mesh says one id to all calls that belong together, at the same time."""
+    """A mesh gives one id to all calls that belong together, at the same time."""
     made = {fresh_id(given) for _ in range(100)}
     assert len(made) == 100
     assert all(name.startswith(given[:96]) for name in made)
@@ -249,13 +251,13 @@ def test_the_spans_of_a_request_surround_the_native_ones() -> None:
     assert covered_us([native, *((s.start_us, s.end_us) for s in (receive, respond))]) == root.took_us
 
 
-def test_a_failed_request_says_so_on_its_span() -> None:
+def test_failed_request_sets_the_error_on_its_span() -> None:
     root, receive, respond = spans(visit(status=429, error=Overloaded("full")), "g")
     assert (root.error, root.attributes["error.type"]) == ("full", "overloaded")
     assert (receive.took_us, respond.took_us) == (8_000, 0)
 
 
-def test_what_is_counted() -> None:
+def test_exchange_counters_count_requests_errors_and_first_bytes() -> None:
     meter = ExchangeCounters()
     for done in (visit(first_us=3_000), visit(status=429), visit(error=SlowReader("s"))):
         meter.begin()
@@ -279,14 +281,14 @@ def test_what_is_counted() -> None:
 
 def test_the_page_for_prometheus() -> None:
     readings = [
-        MetricPoint("a.b", 1.5, "By", (("x.y", 'say "hi"\n\\'),)),
+        MetricPoint("a.b", 1.5, "By", (("x.y", 'see "hi"\n\\'),)),
         MetricPoint("c", 3, "{request}", is_counter=True),
         MetricPoint("a.b", 2, "By"),
         HistogramPoint("h", (0.5, 1), (1, 0, 2), 7.25, "s"),
     ]
     assert to_prometheus(readings).decode() == (
         "# HELP a_b_bytes a.b, By\n# TYPE a_b_bytes gauge\n"
-        'a_b_bytes{x_y="say \\"hi\\"\\n\\\\"} 1.5\n'
+        'a_b_bytes{x_y="see \\"hi\\"\\n\\\\"} 1.5\n'
         "a_b_bytes 2.0\n"
         "# HELP c_total c, {request}\n# TYPE c_total counter\n"
         "c_total 3.0\n"

@@ -31,7 +31,7 @@ async def lines_of(broker: MemoryBroker, *, apart: bool = True) -> TenantConnect
     return TenantConnections(await Client.open(broker.connect()), apart)
 
 
-async def test_two_tenants_have_two_connections_and_the_main_one_is_nobodys() -> None:
+async def test_two_tenants_have_two_connections_apart_from_the_main_one() -> None:
     lines = await lines_of(MemoryBroker())
     clients = await asyncio.gather(*(lines.of(tenant) for tenant in "aabba"))
     assert [client.tenant for client in clients] == [*"aabba"]
@@ -41,13 +41,13 @@ async def test_two_tenants_have_two_connections_and_the_main_one_is_nobodys() ->
     assert len(lines) == 2
 
 
-async def test_without_keys_there_is_one_connection() -> None:
+async def test_native_calls_share_one_connection_without_keys() -> None:
     lines = await lines_of(MemoryBroker(), apart=False)
     assert (await lines.of("default")).bus is lines.main.bus
     assert len(lines) == 0
 
 
-async def test_beyond_the_bound_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenants_share_connections_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_call, "MAX_CONNECTIONS", 2)
     lines = await lines_of(MemoryBroker())
     own = [(await lines.of(tenant)).bus for tenant in "ab"]

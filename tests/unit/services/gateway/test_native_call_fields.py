@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import Unprocessable
+from services.gateway.exchange import Unprocessable
 from services.gateway.native_call import fields_of, model_of
 from shared.api import REQUEST_ID
 from shared.errors import BadRequest
@@ -74,7 +74,7 @@ def test_half_a_character_goes_no_further(body: bytes) -> None:
         ({"include_usage": "x"}, False, {"include_usage": "x"}),
     ],
 )
-def test_the_usage_of_a_stream_is_told_when_asked_for(
+def test_usage_of_a_stream_is_sent_on_request(
     options: dict[str, Any] | None, usage: bool, native: dict[str, Any]
 ) -> None:
     call = chat(stream=True, **({} if options is None else {"stream_options": options}))
@@ -109,13 +109,13 @@ def test_an_id_of_any_length_names_several_prompts(chars: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["x" * 129, "x" * 100 + " " * 27, "\ud800" * 126, ["x"] * 130, 10**126])
-def test_what_is_no_id_stays_for_the_tokenizer_to_refuse(wrong: object) -> None:
+def test_invalid_id_is_left_for_the_tokenizer_to_refuse(wrong: object) -> None:
     (first, _) = completion(prompt=["p", "q"], request_id=wrong).bodies
     assert first["request_id"] == f"{wrong}:0"
     assert not re.fullmatch(REQUEST_ID, first["request_id"])
 
 
-def test_too_many_prompts() -> None:
+def test_prompts_over_the_bound_are_refused() -> None:
     assert len(completion(prompt=["a"] * MAX_PROMPTS).bodies) == MAX_PROMPTS
     with pytest.raises(BadRequest, match="65 prompts are over 64") as caught:
         completion(prompt=["a"] * (MAX_PROMPTS + 1))
@@ -147,7 +147,9 @@ def test_echo(fields: dict[str, Any], echo: bool, native: Any) -> None:
         (True, {"messages": MESSAGES, "stream_options": {}}, "stream_options", "`stream: true` alone"),
     ],
 )
-def test_what_is_refused_here(kind: bool, fields: dict[str, Any], param: str, why: str) -> None:
+def test_invalid_fields_are_refused_by_the_gateway(
+    kind: bool, fields: dict[str, Any], param: str, why: str
+) -> None:
     with pytest.raises(BadRequest, match=why) as caught:
         read_call({"model": "m", **fields}, chat=kind, request_id="r")
     assert caught.value.param == param

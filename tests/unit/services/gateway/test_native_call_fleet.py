@@ -99,7 +99,7 @@ async def test_many_requests_for_the_page_cost_one_collection(fleet: Fleet) -> N
     assert actor.collected == 2
 
 
-async def test_without_a_broker_the_page_has_the_gateways_own_metrics(
+async def test_metrics_page_has_the_gateways_own_metrics_without_a_broker(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "SERVICES_S", 0.05)

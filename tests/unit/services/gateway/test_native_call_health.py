@@ -1,4 +1,4 @@
-"""What `/health` says of several models: one that is served is enough."""
+"""`/health` of several models: one that is served is enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEAT = Heartbeat(kind="", actor="x", host_id="h", state="ready")
 
 
 class Served:
-    """Peers of the models a, b and c, and who of them answers a probe."""
+    """Peers of the models a, b and c, and which of them answers a probe."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answering: set[str] = set()
@@ -29,15 +29,15 @@ class Served:
         monkeypatch.setattr(native_call, "probe", self._probe)
         for kind in NEEDED:
             for model in "abc":
-                self.hear(kind, model)
+                self.beat(kind, model)
 
-    def hear(self, kind: str, model: str, state: str = "ready", **load: int) -> None:
+    def beat(self, kind: str, model: str, state: str = "ready", **load: int) -> None:
         heartbeat = replace(BEAT, kind=kind, actor=f"{kind}-{model}", model=model, state=state)
         heartbeat = replace(heartbeat, load=tuple(load.items()))
         self.peers.update(1, heartbeat, 0)
 
     async def beats(self, count: int = 1) -> str:
-        """Look so often; what it says then."""
+        """Look so often; the status then."""
         for _ in range(count):
             self.health.check(self.peers)
             for _ in range(4):
@@ -84,11 +84,11 @@ async def test_a_kind_that_one_model_lacks_is_not_missing_for_another(served: Se
     served.answering = {"a", "b", "c"}
     assert await served.beats(3) == ""
     for model in "ab":
-        served.hear("executor", model, "draining")
+        served.beat("executor", model, "draining")
     assert await served.beats() == ""
-    served.hear("executor", "c", "draining")
+    served.beat("executor", "c", "draining")
     assert await served.beats() == "waiting for: executor"
-    served.hear("executor", "a")
+    served.beat("executor", "a")
     served.answering = set()
     assert await served.beats() == "a request to a failed: no answer", "it has to be proven again"
 
@@ -96,19 +96,19 @@ async def test_a_kind_that_one_model_lacks_is_not_missing_for_another(served: Se
 async def test_a_model_that_starts_cold_is_healthy_without_an_executor(served: Served) -> None:
     """It is not probed until it has one; then a real request is the proof, as always."""
     for model in "abc":
-        served.hear("executor", model, "draining")
+        served.beat("executor", model, "draining")
     assert await served.beats() == "waiting for: executor"
-    served.hear("scheduler", "b", cold_start_wait_us=1)
+    served.beat("scheduler", "b", cold_start_wait_us=1)
     assert await served.beats(2) == ""
     served.health.doubt("no executor", "b")
     assert served.health.why == "", "the next request would wait, too"
     served.health.doubt("the nats-server was away")
     assert served.health.why == "the nats-server was away"
     assert (await served.beats(), served.probed) == ("", [])
-    served.hear("executor", "b")
+    served.beat("executor", "b")
     assert await served.beats(2) == "a request to b failed: no answer"
     served.answering = {"b"}
     assert await served.beats() == ""
-    served.hear("executor", "b", "draining")
-    served.hear("detokenizer", "b", "draining")
+    served.beat("executor", "b", "draining")
+    served.beat("detokenizer", "b", "draining")
     assert await served.beats() == "waiting for: executor", "a and c lack no more than that"

@@ -1,4 +1,4 @@
-"""The OpenAPI document tells the truth: it takes what the gateway and the tokenizer take, field by field."""
+"""The OpenAPI document is true: it takes what the gateway and the tokenizer take, field by field."""
 
 from __future__ import annotations
 

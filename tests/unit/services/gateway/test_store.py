@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import Gone, NoKeeper, StoreAway
+from services.gateway.exchange import Gone, NoKeeper, StoreAway
 from services.gateway.store import Pause, Store, call_of
 from shared.errors import (
     BadRequest,
@@ -76,7 +76,7 @@ def test_an_id_has_its_time() -> None:
         ({"status": "queued", "keep": {"path": "/v1/completions"}}, 0, UnknownRequest),
     ],
 )
-async def test_what_is_not_there(answer: Any, age_s: int, error: type[HeadraceError]) -> None:
+async def test_missing_request_is_an_error(answer: Any, age_s: int, error: type[HeadraceError]) -> None:
     with pytest.raises(error):
         await store(answer).state(ID, PATH, DRAWN_S + age_s)
 

@@ -46,7 +46,7 @@ def test_a_name_that_another_site_may_own_is_refused_unless_it_is_configured(hos
         ({"origin": "https://evil.example"}, False),
         ({"origin": "null"}, False),
         ({"origin": "https://chat.example"}, True),  # in http_cors
-        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, True),  # behind a proxy
+        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, True),  # with a proxy before it
         ({"origin": "https://llm.example", "sec-fetch-site": "same-site"}, False),
         ({"origin": "chrome-extension://abc"}, True),
         ({"origin": "app://obsidian.md"}, True),

@@ -334,7 +334,7 @@ def test_refused_lines_come_back_no_faster_than_the_window_allows() -> None:
     assert core.window.size == 4
 
 
-def test_a_batch_whose_time_is_over_ends_expired_with_what_it_has() -> None:
+def test_expired_batch_ends_with_its_finished_lines() -> None:
     core, first = running()
     assert isinstance(core.handle(LineAnswered(first[0], dict(NATIVE)), 1, 1)[0], StoreLine)
     core.handle(LineStored(1, True), 1, 1)
@@ -361,7 +361,7 @@ def test_a_clock_that_is_set_ends_no_batch(wall_s: int) -> None:
     assert core.in_flight == len(first)
 
 
-def test_the_next_keeper_knows_for_how_long_others_have_held_a_batch() -> None:
+def test_next_keeper_continues_the_age_of_a_batch_from_the_notes() -> None:
     """A keeper notes it each minute, also while no line ends."""
     core, _ = running()
     (saved,) = [c for c in core.handle(BatchTick(), 7_200_000_000, 0) if isinstance(c, SaveState)]

@@ -241,7 +241,7 @@ def test_a_second_answer_changes_nothing() -> None:
     assert core.handle(Answered(key, {"text": "y"}), 1, 1) == []
 
 
-def test_nothing_is_tried_again_before_its_time() -> None:
+def test_request_is_not_tried_again_before_its_time() -> None:
     core, key = KeeperCore(), KEYS[0]
     flown(core)
     core.handle(Tick(), 0, 0)
@@ -253,7 +253,7 @@ def test_nothing_is_tried_again_before_its_time() -> None:
     assert isinstance(core.handle(Tick(), ASK_AGAIN_US + RETRY_US, 0)[0], Store)
 
 
-def test_after_a_cut_of_the_connection_requests_are_soon_asked_again() -> None:
+def test_requests_are_soon_pulled_again_after_a_cut_of_the_connection() -> None:
     core = KeeperCore()
     flown(core)
     core.handle(Tick(), 0, 0)
@@ -297,7 +297,7 @@ def held(core: KeeperCore, name: str, now_us: int, model: str = "m") -> list[Com
     return core.handle(LookedUp(("a", name), False), now_us, now_us)
 
 
-def test_requests_of_a_model_that_lacks_a_service_are_not_asked_for() -> None:
+def test_requests_of_a_model_that_lacks_a_service_are_not_pulled() -> None:
     core = KeeperCore()
     flown(core)
     core.handle(Answered(KEYS[0], LACKING, lacking=True), 0, 0)
@@ -316,7 +316,7 @@ def test_a_cancelled_request_of_a_model_held_back_is_acked() -> None:
     assert core.handle(LookedUp(key, True), 1, 1) == [Ack("ack")]
 
 
-def test_one_request_in_a_while_is_asked_for_in_case_heartbeats_do_not_come() -> None:
+def test_one_request_in_a_while_is_pulled_in_case_heartbeats_do_not_come() -> None:
     core = KeeperCore()
     flown(core)
     core.handle(Answered(KEYS[0], LACKING, lacking=True), 0, 0)
@@ -362,7 +362,7 @@ def test_deliveries_alone_never_fail_a_request() -> None:
 
 @pytest.mark.parametrize("clock_us", _CLOCKS_US)
 def test_a_request_that_waits_for_more_than_a_day_gets_a_record_with_the_reason(clock_us: int) -> None:
-    """Whatever the wall clock of the keeper says, also if it is set in the middle."""
+    """At any wall clock of the keeper, also if it is set in the middle."""
     core, key = KeeperCore(), KEYS[0]
     assert not late(core, key, 1, 0, clock_us)
     assert not late(core, key, 2, DAY_US, DAY_US - clock_us)
@@ -391,7 +391,7 @@ def test_the_next_keeper_ends_a_request_that_has_waited_for_a_day(
     assert late(KeeperCore(), KEYS[0], times, 0, 0, stored_us) is over
 
 
-def test_what_is_known_of_the_wait_of_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_about_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.keeper.core.MAX_SINCE", 2)
     core = KeeperCore()
     for number, key in enumerate(KEYS[:3]):
@@ -410,7 +410,7 @@ def test_the_window_is_bounded_by_requests_and_by_bytes() -> None:
     assert core.room("a", 1) == core.room("b", 1) == 0
 
 
-def test_what_the_centre_has_leaves_the_window_up_to_a_bound() -> None:
+def test_forwarded_requests_leave_the_window_up_to_a_bound() -> None:
     core = KeeperCore()
     for number in range(MOST_AWAY + WINDOW):
         key = ("a", f"{number}")
@@ -511,7 +511,7 @@ def test_a_cancel_a_time_limit_and_a_fleet_that_is_not_ready_are_not_its_fault()
         assert isinstance(nak, Nak)
 
 
-def test_before_it_is_asked_again_its_newest_checkpoint_is_read() -> None:
+def test_newest_checkpoint_is_read_before_the_request_is_submitted_again() -> None:
     """The fleet may have died while this keeper lived."""
     core, asked = looked_up(b"")
     assert asked == [Ask(work(LONG), run=1)]

@@ -132,7 +132,7 @@ def test_a_url_of_another_host(url: str) -> None:
         ["https://good.example/"],
     ],
 )
-def test_what_is_no_url_of_a_webhook(url: object) -> None:
+def test_invalid_webhook_url_is_refused(url: object) -> None:
     with pytest.raises(BadRequest) as caught:
         target_of(url)
     assert caught.value.param == "webhook"

@@ -73,7 +73,7 @@ def test_the_size_of_l1() -> None:
             size_bytes(wrong, GIB, GIB)
 
 
-def test_the_plan_knows_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_has_the_figures_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan("auto", "fleet", "a host")
     assert found.bytes % PAGE == 0
     assert segment_name(found.host, 1)
@@ -89,7 +89,7 @@ def host() -> Iterator[str]:
     assert not [left for left in sweep(name) if name in left], "it has left a segment"
 
 
-def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host: str) -> None:
+def test_segments_of_dead_owners_are_removed_and_segments_of_living_owners_stay(host: str) -> None:
     dead, other = shared_arena(host, 1, PAGE), shared_arena(f"{host}-b", 1, PAGE)
     living = arena.open_arena(Plan(host, PAGE), 2)
     assert not (SHM / dead.name).exists()
@@ -113,10 +113,10 @@ def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ends", [("",), (".lock",), ("", ".lock")], ids=["segment", "lock", "both"])
-def test_what_is_another_users_is_left_alone(
+def test_segment_of_another_user_is_left_alone(
     shm: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[str, ...]
 ) -> None:
-    """Also by root, who may remove it."""
+    """Also by root, which may remove it."""
     names = sorted(f"{segment_name('fleet', 1)}{end}" for end in ends)
     for name in names:
         (shm / name).touch(0o666)
@@ -129,7 +129,7 @@ def test_what_is_another_users_is_left_alone(
     assert list(shm.iterdir()) == []
 
 
-def test_what_cannot_be_removed_stops_nobody(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segment_that_cannot_be_removed_stops_no_start(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, folder, link = (segment_name(host, 1) for host in ("fleet", "folder", "link"))
     (shm / f"{folder}.lock").mkdir()
     (shm / f"{link}.lock").symlink_to("/dev/null")
@@ -147,7 +147,7 @@ def test_what_cannot_be_removed_stops_nobody(shm: Path, monkeypatch: pytest.Monk
     assert len(list(shm.iterdir())) == 5
 
 
-def test_what_dead_owners_of_other_fleets_left_is_removed_with_their_locks(host: str) -> None:
+def test_segments_of_dead_owners_of_other_fleets_are_removed_with_their_locks(host: str) -> None:
     names = [segment_name(f"{host}-{other}", 1) for other in "abc"]
     dead, unborn, living = names
     for name in (dead, unborn):  # one died before it had made its segment
@@ -199,7 +199,7 @@ ANSWERS = {KvLookup: KvFound, KvReserve: KvReserved, KvPrefetch: KvReady, KvComm
 
 
 class Scheduler(Actor):
-    """Asks and waits for the answer, among news that nobody asked for (KvGone)."""
+    """Asks and waits for the answer, among unrequested messages (KvGone)."""
 
     kind = "scheduler"
 
@@ -280,7 +280,7 @@ class House:
         return list(found.tiers)
 
     async def found(self, *numbers: int, tiers: list[int]) -> None:
-        """Asked until L2 has said it: it has 10 ms a time, which a busy machine may miss."""
+        """Repeated until L2 has answered: it has 10 ms a time, which a busy machine may miss."""
         async with asyncio.timeout(60):
             while await self.look_up(*numbers) != tiers:
                 pass
@@ -347,7 +347,7 @@ class Executor(Actor):
     kind = "executor"
 
 
-async def test_the_shell_says_who_lives_who_is_new_and_who_has_gone(house: House) -> None:
+async def test_shell_reports_living_new_and_lost_peers(house: House) -> None:
     early = await house.run(Executor(), "e")
     kv = await house.start(l2=False)
     state = kv._core.state
@@ -367,7 +367,7 @@ async def test_the_shell_says_who_lives_who_is_new_and_who_has_gone(house: House
     await house.until(lambda: state.l1.pinned_bytes == 0)
 
 
-async def test_the_figures_say_what_has_happened(house: House) -> None:
+async def test_figures_count_each_event(house: House) -> None:
     kv = await house.start()
     await house.store(1, 2)
     await house.copied(1, 2)
@@ -463,8 +463,8 @@ async def test_l1_is_served_while_l2_hangs_and_l2_again_when_it_goes_on(house: H
     await house.until(lambda: kv.status()["stuck_calls"] == 0)
 
 
-async def test_a_connection_to_l2_stands_before_anybody_is_answered(house: House) -> None:
-    """A lookup has 10 ms, and who opens a connection first may miss them."""
+async def test_connection_to_l2_is_open_before_the_first_answer(house: House) -> None:
+    """A lookup has 10 ms, and a worker that opens a connection first may miss them."""
     house.l2.going.clear()
     starting = asyncio.create_task(house.start())
     await house.until(lambda: house.l2.opened == 2)  # one to find a wrong URL, and one that stays
@@ -475,9 +475,7 @@ async def test_a_connection_to_l2_stands_before_anybody_is_answered(house: House
     assert (house.l2.opened, kv.status()["stuck_calls"]) == (2, 0)
 
 
-async def test_an_l2_that_hangs_at_the_start_holds_up_nobody(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_l2_delays_no_start(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "GREET_S", 0.0)
     house.l2.going.clear()
     kv = await house.start()
@@ -553,7 +551,7 @@ async def test_a_shared_memory_that_cannot_be_written_costs_the_tiers_alone(
     await runtime.finish(1)
 
 
-def test_what_the_dead_left_is_removed_before_the_size_is_chosen_and_with_l1_off(
+def test_segments_of_dead_owners_are_removed_before_the_size_is_chosen_and_with_l1_off(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = segment_name(f"{host}-b", 1)
@@ -589,7 +587,7 @@ async def test_a_start_that_is_broken_off_leaves_no_segment(
     assert runtime.state == "stopped"
 
 
-def test_what_the_settings_ask_for_is_built(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_are_built_by_the_settings(caplog: pytest.LogCaptureFixture) -> None:
     off = build(load(flags={"l1": "off", "l2": "redis://h"}).settings)
     assert "l2 is not used" in caplog.text
     assert off.heartbeat_payload().tiers == ()

@@ -92,7 +92,7 @@ async def opened(kv: KvOffloadActor) -> bool:
     return not kv.status().get("not_shared")
 
 
-async def test_nothing_is_opened_for_one_executor_that_has_its_share(host: str) -> None:
+async def test_arena_is_not_opened_for_one_executor_with_its_share(host: str) -> None:
     house = House(host)
     kv = await house.start()
     await house.join(Executor(ALONE), "e")
@@ -120,7 +120,7 @@ async def test_l1_opens_when_an_executor_shares_it(host: str, others: list[Heart
     await house.stop()
 
 
-async def test_it_opens_at_the_start_for_an_l2_and_for_a_given_size(host: str) -> None:
+async def test_arena_is_opened_at_the_start_for_an_l2_and_for_a_given_size(host: str) -> None:
     for l2, by_need in ((True, True), (False, False)):
         house = House(host, by_need=by_need)
         kv = await house.start(l2=l2)
@@ -145,7 +145,7 @@ async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch
 
 
 @pytest.mark.parametrize("by_need", [False, True])
-async def test_it_opens_once_there_is_room(
+async def test_arena_is_opened_once_there_is_room(
     host: str, by_need: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = []
@@ -203,7 +203,7 @@ def test_a_full_shared_memory_is_an_arena_without_room(host: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("by_need", [True, False])
-def test_without_an_l2_lmcache_is_not_imported(by_need: bool, host: str) -> None:
+def test_lmcache_is_not_imported_without_an_l2(by_need: bool, host: str) -> None:
     program = """
 import asyncio, sys
 from services.kv_offload.actor import KvOffloadActor

@@ -43,7 +43,7 @@ def resident(world: World) -> list[int]:
     return sorted(int.from_bytes(name[1], "big") for name in world.state.l1.entries)
 
 
-def test_without_an_arena_nothing_is_stored_and_every_question_is_answered() -> None:
+def test_core_without_an_arena_stores_nothing_and_answers_every_query() -> None:
     world = World(blocks=0)
     reserve = KvReserve(job=2, owner="e", keys=key(1), value_bytes=PAGE, lease_us=1)
     prefetch = KvPrefetch(job=4, owner="e", keys=key(1), deadline_us=1, lease_us=1)
@@ -67,14 +67,14 @@ def test_without_an_arena_nothing_is_stored_and_every_question_is_answered() -> 
         (Cancel(tenant="t", request="r"), []),
     ]
     for asked, answer in answers:
-        assert world.say(asked) == answer
+        assert world.deliver(asked) == answer
     assert (world.state.counters.lookups, world.state.counters.hit_rate) == (2, 0)
 
 
-def test_what_is_stored_is_found_and_read_with_its_valid_tokens() -> None:
+def test_stored_block_is_found_and_read_with_its_valid_tokens() -> None:
     world = World()
     assert world.reserve(1, 1, 2, valid_tokens=ints([16, 5])) == [0, PAGE]
-    assert tiers(world.look_up(1, 2)) == [0, 0], "nobody reads it before the commit"
+    assert tiers(world.look_up(1, 2)) == [0, 0], "it is not read before the commit"
     assert world.commit(1, 1, 1) == [1, 1]
     assert tiers(world.look_up(1, 2)) == [1, 1]
     answer = ready(world.prefetch(2, 1, 2, 3))
@@ -96,20 +96,20 @@ def test_a_prefix_ends_at_its_first_miss() -> None:
 def test_another_layout_has_other_values() -> None:
     world = World()
     world.store(1, 1)
-    assert tiers(world.say(KvLookup(job=1, keys=key(1), fingerprint="f2"))) == [0]
+    assert tiers(world.deliver(KvLookup(job=1, keys=key(1), fingerprint="f2"))) == [0]
     assert list(ready(world.prefetch(2, 1, fingerprint="f2")).offsets) == [-1]
     assert world.store(3, 1, fingerprint="f2") == [1]
     assert len(world.state.l1.entries) == 2
 
 
-def test_what_is_not_written_is_free_again() -> None:
+def test_unwritten_range_is_free_again() -> None:
     world = World(3)
     world.reserve(1, 1, 2)
     assert world.commit(1, 0, 1) == [0, 1]
     world.reserve(2, 3, priority=1)
-    world.say(KvRelease(jobs=ints([2])))
+    world.deliver(KvRelease(jobs=ints([2])))
     assert world.reserve(3, 4, 5, priority=1) == [0, 2 * PAGE]
-    assert world.commit(3) == [0, 0], "a commit that says nothing of a key has not written it"
+    assert world.commit(3) == [0, 0], "a commit without a key has not written it"
 
 
 def test_a_key_that_is_there_needs_no_copy_and_stays_until_the_commit() -> None:
@@ -140,7 +140,7 @@ def test_asking_twice_is_asking_once() -> None:
     assert ready(world.prefetch(2, 1)) == ready(world.prefetch(2, 1))
     assert world.state.l1.entries[PRINT, key(1)].pins == 1
     assert ready(world.prefetch(2, 2)).status == "missing", "another question under the same number"
-    world.say(KvRelease(jobs=ints([2])))
+    world.deliver(KvRelease(jobs=ints([2])))
     assert world.state.l1.pinned_bytes == 0
     for job in range(10, 10 + REPEATED_COMMITS):
         world.store(job, 5)
@@ -158,7 +158,7 @@ def test_the_coldest_goes_first_and_of_a_request_its_tail() -> None:
         assert set(before) - set(resident(world)) == {gone}
 
 
-def test_nothing_is_evicted_in_vain() -> None:
+def test_no_block_is_evicted_in_vain() -> None:
     world = World(10)
     world.store(1, 1, 2)
     assert world.reserve(2, 3, value_bytes=20 * PAGE) == [-1]
@@ -254,13 +254,13 @@ def test_a_late_commit_stores_nothing_and_frees_the_ranges() -> None:
 def test_a_late_release_frees_the_ranges() -> None:
     world = World()
     expired(world)
-    world.say(KvRelease(jobs=ints([1])), source="scheduler.other")
+    world.deliver(KvRelease(jobs=ints([1])), source="scheduler.other")
     assert world.state.quarantined_bytes == 2 * PAGE
-    world.say(KvRelease(jobs=ints([1])))
+    world.deliver(KvRelease(jobs=ints([1])))
     assert world.state.quarantined_bytes == 0
 
 
-def test_a_reservation_that_found_no_room_leaves_nothing_behind() -> None:
+def test_reservation_without_room_leaves_nothing() -> None:
     world = World(blocks=0)
     world.reserve(1, 1, lease_us=100)
     world.wait(100)
@@ -295,7 +295,7 @@ def test_an_executor_that_was_only_silent_may_go_on_writing() -> None:
     assert world.state.quarantined_bytes == 0, "a living executor is done by now, or was replaced"
 
 
-def test_an_owner_of_whom_nothing_is_known_is_gone_until_it_is_seen() -> None:
+def test_unknown_owner_counts_as_gone_until_it_is_seen() -> None:
     for seen, after_us in ((False, QUARANTINE_US), (True, LIVE_US)):
         world = World()
         world.reserve(1, 1, lease_us=0)
@@ -311,10 +311,10 @@ def test_an_owner_of_whom_nothing_is_known_is_gone_until_it_is_seen() -> None:
 def test_an_executor_that_has_unmapped_the_arena_writes_no_more() -> None:
     world = World()
     expired(world)
-    world.say(ArenaReleased(executor="e", arena_generation=2))
-    world.say(ArenaReleased(executor="other", arena_generation=3))
+    world.deliver(ArenaReleased(executor="e", arena_generation=2))
+    world.deliver(ArenaReleased(executor="other", arena_generation=3))
     assert world.state.quarantined_bytes == 2 * PAGE
-    world.say(ArenaReleased(executor="e", arena_generation=3))
+    world.deliver(ArenaReleased(executor="e", arena_generation=3))
     assert world.state.quarantined_bytes == 0
 
 
@@ -324,7 +324,7 @@ def test_a_new_incarnation_of_the_scheduler_voids_all_leases_of_the_one_before()
     world.store(1, 1)
     world.prefetch(2, 1)
     world.reserve(3, 2, priority=1)
-    world.say(
+    world.deliver(
         KvPrefetch(job=2, owner="e", keys=key(1), deadline_us=1, lease_us=SECOND, fingerprint=PRINT),
         "scheduler.b",
     )
@@ -349,10 +349,10 @@ def test_the_leases_of_a_silent_scheduler_go_on_to_their_deadline() -> None:
     assert world.state.l1.pinned_bytes == 0
 
 
-def test_what_leaves_the_last_tier_is_told_to_every_scheduler_that_is_there() -> None:
+def test_block_that_leaves_the_last_tier_is_reported_to_every_present_scheduler() -> None:
     world = World(10)
-    world.say(KvLookup(job=1, keys=b""), "scheduler.b")
-    world.say(KvLookup(job=1, keys=b""), "scheduler.c")
+    world.deliver(KvLookup(job=1, keys=b""), "scheduler.b")
+    world.deliver(KvLookup(job=1, keys=b""), "scheduler.c")
     world.handle(PeerLost("scheduler.c"))
     world.store(1, *range(9))
     world.sent.clear()
@@ -367,7 +367,7 @@ def test_what_leaves_the_last_tier_is_told_to_every_scheduler_that_is_there() ->
 def test_a_message_names_at_most_1024_keys_that_are_gone() -> None:
     world = World(4_000)
     world.store(1, *range(3_600))
-    answers = world.say(
+    answers = world.deliver(
         KvReserve(job=2, owner="e", keys=key(9_999), value_bytes=1_500 * PAGE, lease_us=1, fingerprint=PRINT)
     )
     assert [len(m.keys) // 32 for m in answers if isinstance(m, KvGone)] == [1_024, 476]
@@ -375,7 +375,7 @@ def test_a_message_names_at_most_1024_keys_that_are_gone() -> None:
 
 def test_an_odd_tail_of_keys_is_left_out() -> None:
     world = World()
-    assert tiers(world.say(KvLookup(job=1, keys=key(1) + b"odd"))) == [0]
+    assert tiers(world.deliver(KvLookup(job=1, keys=key(1) + b"odd"))) == [0]
 
 
 def test_the_counting_arena_keeps_the_arenas_promises() -> None:

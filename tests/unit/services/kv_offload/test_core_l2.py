@@ -1,4 +1,5 @@
-"""The core of kv_offload, L2: what is asked of it, what is copied to it, and that nobody waits for it."""
+"""The core of kv_offload, L2: what is looked up there, what is copied there, and that no request waits for
+it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def opened(made: World) -> World:
 # ---- lookups ------------------------------------------------------------------------------------
 
 
-def test_what_l1_lacks_is_asked_of_l2_once() -> None:
+def test_keys_missing_in_l1_are_looked_up_in_l2_once() -> None:
     w = world(10, 2, 3)
     w.store(1, 1)
     assert tiers(w.look_up(1, 2, 3, 4)) == []
@@ -92,7 +93,7 @@ def test_a_far_l2_has_twice_its_usual_time_to_answer() -> None:
     assert tiers(w.wait(MOST_LOOKUP_US)) == [[0]]
 
 
-def test_two_lookups_ask_at_a_time_and_one_that_waits_too_long_asks_nothing() -> None:
+def test_two_lookups_run_at_a_time_and_one_that_waits_too_long_is_dropped() -> None:
     w = world()
     for job in range(4):
         w.look_up(10 + job, job=job)
@@ -103,7 +104,7 @@ def test_two_lookups_ask_at_a_time_and_one_that_waits_too_long_asks_nothing() ->
     assert w.state.l2.wants == type(w.state.l2.wants)()
 
 
-def test_with_promote_the_values_come_at_once() -> None:
+def test_promote_fetches_the_values_at_once() -> None:
     w = world(10, 1, 2)
     w.look_up(1, 2, 3, promote=True)
     w.end_all(kinds=[L2Has])
@@ -132,7 +133,7 @@ def known(w: World, *numbers: int) -> None:
     w.end_all(kinds=[L2Has])
 
 
-def test_a_prefetch_waits_for_l2_and_says_what_it_brought() -> None:
+def test_prefetch_waits_for_l2_and_reports_what_it_fetched() -> None:
     w = world(10, 2, 3)
     w.store(1, 1)
     known(w, 2, 3)
@@ -143,11 +144,11 @@ def test_a_prefetch_waits_for_l2_and_says_what_it_brought() -> None:
     assert (answer.job, answer.status, answer.from_l2, answer.took_us) == (7, "missing", 2, 3_000)
     assert answer.offsets[3] == -1
     w.read(answer, 1, 2, 3, 4)
-    w.say(KvRelease(jobs=ints([7])))
+    w.deliver(KvRelease(jobs=ints([7])))
     assert w.state.l1.pinned_bytes == 0
 
 
-def test_at_its_deadline_a_prefetch_is_answered_with_what_is_there() -> None:
+def test_prefetch_is_answered_at_its_deadline_with_the_blocks_present() -> None:
     w = world(10, 2, 3)
     w.store(1, 1)
     known(w, 2, 3)
@@ -168,7 +169,7 @@ def test_a_prefetch_without_time_takes_what_l1_has() -> None:
     assert w.calls == {}
 
 
-def test_a_value_that_l2_has_lost_is_a_miss_and_is_told() -> None:
+def test_value_that_l2_has_lost_is_a_miss_and_is_reported() -> None:
     w = world(10, 1, 2, 3)
     known(w, 1, 2, 3)
     w.prefetch(7, 1, 2, 3)
@@ -207,20 +208,20 @@ def test_a_damaged_value_is_deleted_counted_and_a_miss() -> None:
     assert tiers(w.end_all()) == [[0]]
 
 
-def test_two_who_wait_for_a_value_share_one_get_and_a_release_ends_the_waiting() -> None:
+def test_two_waiters_for_a_value_share_one_get_and_a_release_ends_the_waiting() -> None:
     w = world(10, 1, 2)
     known(w, 1, 2)
     for job in (5, 6, 7):
         w.prefetch(job, 1)
     assert len(w.in_flight(L2Get)) == 1
-    w.say(KvRelease(jobs=ints([6])))
+    w.deliver(KvRelease(jobs=ints([6])))
     answers = readies(w.end_all())
     assert [answer.job for answer in answers] == [5, 7]
-    w.say(KvRelease(jobs=ints([5, 7])))
+    w.deliver(KvRelease(jobs=ints([5, 7])))
     assert w.state.l1.pinned_bytes == 0
 
 
-def test_what_somebody_waits_for_comes_first_and_what_nobody_waits_for_any_more_not_at_all() -> None:
+def test_awaited_values_come_first_and_abandoned_values_not_at_all() -> None:
     w = world(60, *range(40))
     known(w, *range(40))
     w.look_up(*range(20), promote=True)
@@ -228,7 +229,7 @@ def test_what_somebody_waits_for_comes_first_and_what_nobody_waits_for_any_more_
     assert len(w.in_flight(L2Get)) == data
     w.prefetch(7, 19, 30)
     w.prefetch(8, 31)
-    w.say(KvRelease(jobs=ints([8])))
+    w.deliver(KvRelease(jobs=ints([8])))
     w.end(w.in_flight(L2Get)[0])
     w.end(w.in_flight(L2Get)[0])
     asked = [w.calls[call].name[1] for call in w.in_flight(L2Get)[-2:]]  # type: ignore[union-attr]  # gets
@@ -281,11 +282,11 @@ def test_a_value_is_copied_to_l2_on_its_second_use() -> None:
     assert w.state.counters.l2_puts == 2
 
 
-def test_what_l2_has_goes_first_and_is_not_gone() -> None:
+def test_blocks_that_l2_has_are_evicted_first_and_are_not_lost() -> None:
     w = world()
     w.store(1, 1, 2, 3)
     w.prefetch(2, 1)
-    w.say(KvRelease(jobs=ints([2])))
+    w.deliver(KvRelease(jobs=ints([2])))
     w.end_all()
     w.sent.clear()
     w.reserve(3, *range(10, 17))
@@ -293,14 +294,14 @@ def test_what_l2_has_goes_first_and_is_not_gone() -> None:
     assert not [send for send in w.sent if isinstance(send.message, KvGone)]
 
 
-def test_once_l1_is_nearly_full_the_coldest_are_copied_those_used_again_first() -> None:
+def test_coldest_blocks_are_copied_once_l1_is_nearly_full_and_reused_blocks_first() -> None:
     w = world(20)
     w.store(1, *range(14))
     assert w.calls == {}
     w.prefetch(2, 5)
-    w.say(KvRelease(jobs=ints([2])))
+    w.deliver(KvRelease(jobs=ints([2])))
     w.end_all("failed", [L2Put])
-    w.look_up(*range(14), job=3)  # 5 is as cold as its place says
+    w.look_up(*range(14), job=3)  # 5 is as cold as its place
     w.store(4, 50)
     first, *rest = (w.calls[call].name[1] for call in w.in_flight(L2Put))  # type: ignore[union-attr]  # puts
     assert first == key(5)
@@ -336,9 +337,9 @@ def test_a_value_that_went_before_its_copy_began_is_not_copied() -> None:
     w.store(1, 1)
     w.reserve(2, 2, priority=1)
     w.prefetch(3, 1)
-    w.say(KvRelease(jobs=ints([3])))
+    w.deliver(KvRelease(jobs=ints([3])))
     w.reserve(4, *range(10, 19))
-    w.say(KvRelease(jobs=ints([4, 2])))
+    w.deliver(KvRelease(jobs=ints([4, 2])))
     assert w.calls == {}
 
 
@@ -346,10 +347,10 @@ def test_a_value_that_is_being_sent_is_not_evicted() -> None:
     w = world(10)
     w.store(1, 1)
     w.prefetch(2, 1)
-    w.say(KvRelease(jobs=ints([2])))
+    w.deliver(KvRelease(jobs=ints([2])))
     assert w.reserve(3, *range(10, 19)).count(-1) == 1
     w.end_all()
-    w.say(KvRelease(jobs=ints([3])))
+    w.deliver(KvRelease(jobs=ints([3])))
     assert w.reserve(4, *range(10, 19)).count(-1) == 0
 
 
@@ -376,7 +377,7 @@ def test_three_failures_in_a_row_end_all_waiting_at_once() -> None:
     assert len(w.calls) == asked, "nothing of a request touches L2"
 
 
-def test_an_l2_that_takes_no_value_is_read_from_and_asked_to_take_one_a_second() -> None:
+def test_l2_that_refuses_values_is_read_from_and_probed_once_a_second() -> None:
     w = world(10, 1)
     w.store(1, 50, 51, 52, 53)
     w.prefetch(2, 50, 51, 52, 53)
@@ -423,7 +424,7 @@ def test_l1_answers_while_l2_hangs() -> None:
         w.look_up(1, job=2_000 + at)
         assert tiers(w.look_up(10, 11, job=at)) == [[1, 1]]
         assert readies(w.prefetch(5_000 + at, 10, 11))[0].status == "ok"
-        w.say(KvRelease(jobs=ints([5_000 + at])))
+        w.deliver(KvRelease(jobs=ints([5_000 + at])))
         w.wait(20_000)
     assert w.state.counters.lookups == 600
     assert w.state.l1.pinned_bytes == 0
@@ -445,7 +446,7 @@ def test_a_canary_once_a_second_brings_it_back_with_an_empty_memory() -> None:
     assert tiers(w.end_all()) == [[2]]
 
 
-def test_without_an_l2_there_is_none() -> None:
+def test_core_makes_no_l2_call_without_an_l2() -> None:
     w = World()
     w.store(1, 1)
     w.prefetch(2, 1)

@@ -55,7 +55,7 @@ class Read:
 
 
 class Tiers(RuleBasedStateMachine):
-    """Drives the core; the model says what may be."""
+    """Drives the core; the model decides what may be."""
 
     @initialize(blocks=st.sampled_from([4, 10, 20]), l2=st.booleans())
     def start(self, blocks: int, l2: bool) -> None:
@@ -73,9 +73,9 @@ class Tiers(RuleBasedStateMachine):
         self.jobs += 1
         return self.jobs
 
-    # ---- what the core says ---------------------------------------------------------------------
+    # ---- messages of the core ---------------------------------------------------------------------
 
-    def hear(self, messages: list[Message]) -> None:
+    def observe(self, messages: list[Message]) -> None:
         for message in messages:
             match message:
                 case KvFound(job=job, tiers=tiers):
@@ -110,11 +110,11 @@ class Tiers(RuleBasedStateMachine):
     def look_up(self, numbers: list[int], prefix: bool, promote: bool) -> None:
         job = self.job()
         self.lookups[job] = self.world.now_us + lookup_us(self.world.state)
-        self.hear(self.world.look_up(*numbers, job=job, prefix=prefix, promote=promote))
+        self.observe(self.world.look_up(*numbers, job=job, prefix=prefix, promote=promote))
 
     @rule(numbers=NUMBERS, lease_us=LEASE_US)
     def store_after_an_expiry(self, numbers: list[int], lease_us: int) -> None:
-        """What one reservation left behind, the next one may want."""
+        """What one reservation left, the next one may want."""
         self.reserve(numbers, True, 0, False)
         self.write_late()
         self.reserve(numbers, True, lease_us, lease_us > 0)
@@ -150,12 +150,12 @@ class Tiers(RuleBasedStateMachine):
                 world.memory[offset] = ("late", name) if write.over else name
                 if not write.over:
                     self.committed.add(name)
-        answers = world.say(KvCommit(job=job, written=ints(marks)))
+        answers = world.deliver(KvCommit(job=job, written=ints(marks)))
         stored = next(m for m in answers if isinstance(m, KvStored))
         for name, offset, done, tier in zip(write.names, write.offsets, marks, stored.tiers, strict=False):
             assert tier == world.state.tier_of(name)
             assert tier == 1 or write.over or offset == -1 or not done
-        self.hear(answers)
+        self.observe(answers)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -165,19 +165,19 @@ class Tiers(RuleBasedStateMachine):
             job = data.draw(st.sampled_from(mine))
             for known in (self.writes, self.reads, self.loads):
                 known.pop(job, None)
-            self.hear(self.world.say(KvRelease(jobs=ints([job, 0]))))
+            self.observe(self.world.deliver(KvRelease(jobs=ints([job, 0]))))
 
     @rule(numbers=NUMBERS, deadline_us=st.sampled_from([0, 5_000, 3 * SECOND]), lease_us=LEASE_US)
     def prefetch(self, numbers: list[int], deadline_us: int, lease_us: int) -> None:
         job = self.job()
         names = [(PRINT, key(number)) for number in numbers]
         self.loads[job] = (names, self.world.now_us + deadline_us, lease_us)
-        self.hear(self.world.prefetch(job, *numbers, deadline_us=deadline_us, lease_us=lease_us))
+        self.observe(self.world.prefetch(job, *numbers, deadline_us=deadline_us, lease_us=lease_us))
 
     @rule(dice=st.integers(1, 4))
     def restart(self, dice: int) -> None:
         if dice == 4:
-            self.hear(self.world.handle(Restarted(SCHEDULER)))
+            self.observe(self.world.handle(Restarted(SCHEDULER)))
             self.world.epoch += 1
             self.reads.clear()
             self.lookups.clear()
@@ -187,7 +187,7 @@ class Tiers(RuleBasedStateMachine):
     def lose(self, dice: int) -> None:
         """A scheduler that is silent gets no answers; its leases go on."""
         if dice == 4:
-            self.hear(self.world.handle(PeerLost(SCHEDULER)))
+            self.observe(self.world.handle(PeerLost(SCHEDULER)))
             self.lookups.clear()
             self.loads.clear()
 
@@ -215,16 +215,16 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(us=st.sampled_from([1, 5_000, 15_000, SECOND, 5 * SECOND]))
     def wait(self, us: int) -> None:
-        self.hear(self.world.wait(us))
+        self.observe(self.world.wait(us))
 
     @precondition(lambda self: self.world.calls)
     @rule(data=st.data(), status=st.sampled_from(["ok", "ok", "ok", "corrupt", "failed", "refused"]))
     def l2_ends(self, data: st.DataObject, status: str) -> None:
-        self.hear(self.world.end(data.draw(st.sampled_from(sorted(self.world.calls))), status))
+        self.observe(self.world.end(data.draw(st.sampled_from(sorted(self.world.calls))), status))
 
     @rule()
     def l2_works(self) -> None:
-        self.hear(self.world.end_all())
+        self.observe(self.world.end_all())
 
     @precondition(lambda self: self.world.remote)
     @rule(data=st.data())
@@ -266,14 +266,14 @@ class Tiers(RuleBasedStateMachine):
         assert l1.taken_bytes == held * PAGE + world.state.quarantined_bytes
 
     def teardown(self) -> None:
-        """Everybody goes; then nothing is leased, and the arena takes as much as an empty one."""
+        """Every owner goes; then nothing is leased, and the arena takes as much as an empty one."""
         if not hasattr(self, "world"):
             return
         world, state = self.world, self.world.state
-        self.hear(world.handle(Restarted(SCHEDULER)))
+        self.observe(world.handle(Restarted(SCHEDULER)))
         world.handle(PeerLost(EXECUTOR))
         world.handle(PeerSeen(EXECUTOR, self.executor_epoch))  # back: it was only silent
-        world.say(ArenaReleased(executor="e", arena_generation=2))  # of another arena: says nothing
+        world.deliver(ArenaReleased(executor="e", arena_generation=2))  # of another arena: proves nothing
         world.handle(PeerLost(EXECUTOR))
         world.wait(61 * SECOND)
         world.end_all()  # a block on its way to L2 cannot make room
@@ -282,7 +282,7 @@ class Tiers(RuleBasedStateMachine):
         world.epoch += 100
         every = range(100, 100 + world.blocks)
         assert min(world.reserve(1, *every, priority=1)) >= 0
-        world.say(KvRelease(jobs=ints([1])))
+        world.deliver(KvRelease(jobs=ints([1])))
         assert world.arena.free_bytes() == world.arena.capacity_bytes
         assert SCHEDULER in state.schedulers
 

@@ -66,7 +66,7 @@ def test_few_canaries_hang_at_a_time_and_one_that_wakes_up_sends_the_next_at_onc
         breaker.probing(call, PROBE_US * (call + 1))
     assert breaker.next_us() == PROBE_US * HANGING_PROBES + PATIENCE_US
     late_us = 20 * PROBE_US
-    assert not breaker.on_probed(0, ok=True, now_us=late_us), "it says that L2 is back, not that it is well"
+    assert not breaker.on_probed(0, ok=True, now_us=late_us), "it shows that L2 is back, not that it is well"
     assert breaker.next_us() == late_us
     breaker.probing(99, late_us)
     assert breaker.on_probed(99, ok=True, now_us=late_us + 1_000)
@@ -125,7 +125,7 @@ def test_deadlines_that_are_moved_and_dropped_take_bounded_memory() -> None:
     assert [due.pop(10**11) for _ in range(1_001)] == [*range(0, 10_000, 10), None]
 
 
-def test_the_known_names_are_the_last_that_were_asked_for() -> None:
+def test_presence_cache_has_the_last_names_that_were_looked_up() -> None:
     known = PresenceCache(most=2)
     names = [("f", bytes([i]) * 32) for i in range(3)]
     known.add(names[0])

@@ -88,23 +88,23 @@ def test_stop_ends_every_fleet_of_its_name(loaded: Loaded) -> None:
         background.stop(path, print)
 
 
-def test_a_stop_says_what_it_waits_for(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "TOLD_S", 0.01)
-    path, told = path_for(loaded.settings), list[str]()
+def test_stop_prints_what_it_waits_for(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "NOTICE_S", 0.01)
+    path, lines = path_for(loaded.settings), list[str]()
     child = subprocess.Popen(
         ["sleep", "600"], preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     )
     replace(NOTE, pid=child.pid).write(path.with_name(f"default.{child.pid}.up"))
 
     def report(text: str) -> None:
-        told.append(text)
-        if len(told) == 3:
+        lines.append(text)
+        if len(lines) == 3:
             child.kill()
 
     (note,) = background.stop(path, report)
     assert (note.pid, child.wait()) == (child.pid, -signal.SIGKILL)
     assert (
-        told[:3]
+        lines[:3]
         == ["fleet default drains: requests that run have the time of drain_timeout_s; 0 s so far"] * 3
     )
 
@@ -114,7 +114,7 @@ def fail(started: list[str]) -> None:
     raise SetupError("stop here")
 
 
-def test_it_ends_a_time_after_the_last_request_and_only_if_it_may() -> None:
+def test_background_fleet_ends_a_time_after_the_last_request_if_permitted() -> None:
     async def live() -> list[float]:
         broker, loop, asked = MemoryBroker(), asyncio.get_running_loop(), list[float]()
 

@@ -102,7 +102,7 @@ def test_metavars_have_a_meaning() -> None:
     assert (found["backend"], found["dtype"]) == ("{auto,torch,dummy,sim}", "DTYPE")
 
 
-def test_config_show_says_where_each_value_comes_from(
+def test_config_show_prints_the_source_of_each_value(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HEADRACE_SLOTS", "3")
@@ -155,7 +155,7 @@ def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     [
         ("bench run --url http://127.0.0.1:99999", "is no URL of a server: Port out of range"),
         ("bench run --url foo", "'foo' is no URL of a server"),
@@ -179,14 +179,14 @@ def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.
     ],
 )
 def test_wrong_input_is_answered_with_a_sentence(
-    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert main(line.split()) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.fullmatch(r"error \((setup|invalid request)\): .+\n", shown.err)
-    assert said in shown.err
+    assert reason in shown.err
 
 
 def test_an_unknown_service_or_model_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_request_from_argument_file_and_stdin(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("text", "file", "said"),
+    ("text", "file", "reason"),
     [
         ("{", None, "the request is not JSON"),
         ("[1]", None, "not a JSON object"),
@@ -217,8 +217,8 @@ def test_a_request_from_argument_file_and_stdin(tmp_path: Path, monkeypatch: pyt
         (None, Path("/none/x.json"), "/none/x.json cannot be read: No such file"),
     ],
 )
-def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, said: str) -> None:
-    with pytest.raises(BadRequest, match=said):
+def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, reason: str) -> None:
+    with pytest.raises(BadRequest, match=reason):
         read_body(text, file)
 
 
@@ -244,16 +244,16 @@ def test_text_that_is_not_utf_8_is_an_error(tmp_path: Path, capsys: pytest.Captu
         (["pull", "xyzzy"], ""),
     ],
 )
-def test_a_mistyped_word_is_told_with_the_nearest_one(
+def test_mistyped_word_is_an_error_with_the_nearest_one(
     words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         status = main(words)
     except SystemExit as left:
         status = int(left.code or 0)
-    said = capsys.readouterr().err.rstrip()
+    reason = capsys.readouterr().err.rstrip()
     assert status in (1, 2)
-    assert said.endswith(f"; did you mean `{meant}`?") if meant else "did you mean" not in said
+    assert reason.endswith(f"; did you mean `{meant}`?") if meant else "did you mean" not in reason
 
 
 @pytest.mark.parametrize("verb", ["result", "attach"])
@@ -307,8 +307,8 @@ def test_a_chat_has_what_is_left_of_the_context_unless_a_limit_is_given(
     """A default of its own would not fit near the end of the context."""
     limits = []
 
-    async def ask_once(target: object, question: str, said: Conversation, timeout_s: float) -> None:
-        limits.append(said.options.get("max_tokens"))
+    async def ask_once(target: object, question: str, conversation: Conversation, timeout_s: float) -> None:
+        limits.append(conversation.options.get("max_tokens"))
 
     monkeypatch.setattr(chat, "ask_once", ask_once)
     monkeypatch.setattr(session, "find_target", lambda loaded, **more: None)
@@ -344,7 +344,7 @@ def test_doctor_shows_on_a_terminal_what_it_checks(
     assert "python …" in capsys.readouterr().out
 
 
-def test_doctor_says_which_dtype_and_threads_and_what_would_be_faster(
+def test_doctor_prints_dtype_and_threads_and_the_faster_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")

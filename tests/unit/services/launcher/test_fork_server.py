@@ -55,12 +55,12 @@ async def test_each_has_its_own_environment_and_its_status_arrives(output: int) 
         await (await forks.start((*SERVE, "scheduler"), ENV | {"HEADRACE_STEP_TOKENS": "no"}, output)).wait()
         == 1
     )
-    told = os.pread(output, 4096, 0)
+    read = os.pread(output, 4096, 0)
     assert await (await forks.start((*SERVE, "unknown"), ENV, output)).wait() == 2
     forks.close()
-    assert b"HEADRACE_STEP_TOKENS" in told
-    assert b"HEADRACE_WINDOW" not in told
-    assert REFUSED in os.pread(output, 4096, len(told))
+    assert b"HEADRACE_STEP_TOKENS" in read
+    assert b"HEADRACE_WINDOW" not in read
+    assert REFUSED in os.pread(output, 4096, len(read))
 
 
 async def test_a_command_line_may_be_no_utf_8(output: int) -> None:
@@ -69,7 +69,9 @@ async def test_a_command_line_may_be_no_utf_8(output: int) -> None:
     forks.close()
 
 
-async def test_where_it_cannot_work_services_start_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_services_start_as_before_where_the_fork_server_cannot_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fork_server, "LIBC", None)
     us = os.getpid()
     ended, lines = asyncio.Event(), []
@@ -112,7 +114,7 @@ async def test_one_that_was_started_ahead_starts_the_services(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-async def test_without_the_server_services_start_as_before(
+async def test_services_start_as_before_without_the_server(
     fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     us, refused, lines = os.getpid(), asyncio.Queue[str](), []

@@ -1,4 +1,5 @@
-"""Who hangs and who does not: processes that sleep, work, are stopped; and the check of a container."""
+"""Which processes hang and which do not: processes that sleep, work, are stopped; and the check of a
+container."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ BY_A_CHILD = (
 
 @contextmanager
 def running(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, once it has said that it is up."""
+    """A process in a group of its own, once it has printed that it is up."""
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -92,7 +93,7 @@ def test_a_beat_is_read_as_it_was_noted(tmp_path: Path) -> None:
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
-def test_what_sleeps_uses_nothing_and_what_works_is_busy() -> None:
+def test_sleeping_process_uses_no_ticks_and_a_working_one_is_busy() -> None:
     with running(SLEEPS) as asleep:
         until(lambda: ticks_of(asleep.pid) is not None)
         assert len({ticks_of(asleep.pid) for _ in range(20)}) == 1
@@ -101,7 +102,7 @@ def test_what_sleeps_uses_nothing_and_what_works_is_busy() -> None:
     with running(BY_A_CHILD) as compiles:
         assert {ticks_of(compiles.pid) for _ in range(20)} == {None}
         assert stopped(compiles.pid) == stopped(compiles.pid), (
-            "children may wait in a loop for who was stopped"
+            "children may wait in a loop for the stopped process"
         )
     assert ticks_of(compiles.pid) is None
 
@@ -111,20 +112,22 @@ def test_silence_is_the_time_without_a_sign() -> None:
     signs = [(0, "a"), (4, "a"), (8, "a"), (9, None), (10, "a"), (14, "a"), (15, "b"), (19, "b")]
     assert [silences.seconds("x", sign, at) for at, sign in signs] == [0, 4, 8, 0, 0, 4, 0, 4]
     assert silences.seconds("y", "b", 19) == 0
-    assert silences.seconds("x", "b", 19 + heartbeats.PARDON_S + 1) == 0, "whoever looks was stopped itself"
+    assert silences.seconds("x", "b", 19 + heartbeats.PARDON_S + 1) == 0, "the watch was stopped itself"
 
 
 @pytest.mark.parametrize(
     ("state", "interval_s", "hangs_after_s"),
     [("ready", 1.0, 15.0), ("cut_off", 1.0, 15.0), ("starting", 1.0, 120.0), ("ready", 20.0, 60.0)],
 )
-def test_who_loads_or_beats_rarely_is_given_longer(
+def test_loading_or_rarely_beating_service_gets_longer(
     state: str, interval_s: float, hangs_after_s: float
 ) -> None:
     assert HeartbeatNote(1, 1, state, interval_s, 0.0).hangs_after_s == hangs_after_s
 
 
-def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_finds_services_that_neither_beat_nor_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s, ticks = [1000.0], {1: 5, 2: 5}
     monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now_s[0])
     watch = Watch(str(tmp_path), ticks_of=ticks.get)
@@ -158,7 +161,7 @@ def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch:
         ("1 7 ready 1 1000.0 executor.e 5", 2, False),
     ],
 )
-def test_the_watch_knows_which_ended_process_said_no_goodbye(
+def test_watch_finds_ended_processes_without_a_goodbye(
     tmp_path: Path, noted: str, pid: int, unannounced: bool
 ) -> None:
     watch = Watch(str(tmp_path))
@@ -177,7 +180,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(heartbeats.runtime_path("tokenizer"))
 
 
-def test_nobody_is_not_healthy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_check_fails_when_no_service_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SetupError, match="no tokenizer runs here: set XDG_RUNTIME_DIR"):
         health("tokenizer")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -200,7 +203,9 @@ def test_only_ready_is_healthy(path: Path) -> None:
     health("tokenizer")
 
 
-def test_a_second_miss_kills_who_did_nothing_between(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_miss_kills_a_service_that_did_nothing_between(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeats, "HANGS_S", 1.0)  # and so is the silence of a second beat
     with running(SLEEPS) as service:
         note_of(service, path)
@@ -219,7 +224,7 @@ def test_a_second_miss_kills_who_did_nothing_between(path: Path, monkeypatch: py
         assert service.wait(30) == -signal.SIGKILL
 
 
-def test_who_works_or_beats_between_is_not_killed(path: Path) -> None:
+def test_service_that_works_or_beats_between_is_not_killed(path: Path) -> None:
     with running(WORKS) as service:
         note_of(service, path)
         for _ in range(3):

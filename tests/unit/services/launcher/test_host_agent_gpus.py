@@ -41,12 +41,12 @@ def test_each_executor_sees_gpus_of_its_own_while_there_are_some(
     assert shares(executors, ranks, gpus) == wanted
 
 
-def test_executors_of_two_models_are_divided_as_those_of_one() -> None:
+def test_executors_of_two_models_are_divided_like_executors_of_one() -> None:
     specs = [ServiceSpec(f"executor@{name}", "executor", ()) for name in ("a", "b")]
     assert [spec.env[VISIBLE] for spec in placed(specs, 1, ["0", "1"])] == ["0", "1"]
 
 
-def test_the_gpus_are_those_of_the_variable_or_the_device_files(tmp_path: Path) -> None:
+def test_gpus_are_found_by_the_variable_or_the_device_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert seen({}, tmp_path) == ["0", "1"]

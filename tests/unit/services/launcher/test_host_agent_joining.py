@@ -37,7 +37,7 @@ def refusal(peers: Peers, settings: Settings = HERE, *models: str) -> str:
     return refused.value.message
 
 
-def test_it_joins_and_waits_for_the_welcome_of_its_own_executors() -> None:
+def test_host_joins_and_waits_for_the_welcome_of_its_own_executors() -> None:
     peers = fleet(SCHEDULER, EXECUTOR)
     assert is_fleet_answering(peers, ["m"])
     joined = checked_fleet(peers, HERE, ["m"], URL)
@@ -53,7 +53,7 @@ def test_it_joins_and_waits_for_the_welcome_of_its_own_executors() -> None:
     assert joined.welcomed(peers, "m", "hub") == 0, "it was there before"
 
 
-def test_it_waits_for_the_executors_that_the_scheduler_has() -> None:
+def test_host_waits_for_the_executors_that_the_scheduler_has() -> None:
     assert not is_fleet_answering(fleet(SCHEDULER), ["m"]), "their blocks are not known"
     assert is_fleet_answering(fleet(replace(SCHEDULER, model_digest="")), ["m"]), "it has none"
 
@@ -63,7 +63,7 @@ def test_a_fleet_that_accepts_all_executors_names_no_digest() -> None:
     assert checked_fleet(fleet(mixed, EXECUTOR), HERE, ["m"], URL).digests == {"m": ""}
 
 
-def test_without_a_fleet_there_is_nothing_to_join() -> None:
+def test_host_without_a_fleet_has_nothing_to_join() -> None:
     assert not is_fleet_answering(fleet(), ["m"])
     assert refusal(fleet()).startswith(f"no service of fleet 'default' answers at {URL} within 3 s")
 
@@ -89,9 +89,9 @@ def test_two_machines_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert checked_fleet(peers, hub, ["m"], URL), "the same machine"
 
 
-@pytest.mark.parametrize(("l2", "told"), [("", True), ("redis://r", False)])
-def test_a_host_without_the_l2_of_the_others_is_told(
-    capsys: pytest.CaptureFixture[str], l2: str, told: bool
+@pytest.mark.parametrize(("l2", "warned"), [("", True), ("redis://r", False)])
+def test_host_without_the_l2_of_the_others_gets_a_warning(
+    capsys: pytest.CaptureFixture[str], l2: str, warned: bool
 ) -> None:
     checked_fleet(fleet(SCHEDULER, TIER), Settings(host_id="here", l2=l2), ["m"], URL)
-    assert ("share KV blocks in an L2" in capsys.readouterr().out) == told
+    assert ("share KV blocks in an L2" in capsys.readouterr().out) == warned

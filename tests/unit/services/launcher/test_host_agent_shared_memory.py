@@ -1,4 +1,4 @@
-"""Models that share memory: who wakes, who sleeps, and that two of them do not fight."""
+"""Models that share memory: which wake, which sleep, and that two of them do not fight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_that_fits_wakes_at_once() -> None:
     assert rule.decide([now("a", LOADED, 900), now("b", UNLOADED, 1)], 0) == Wake("b")
 
 
-def test_it_replaces_one_with_less_work_after_its_least_time_awake() -> None:
+def test_memory_rule_replaces_a_model_with_less_work_after_its_least_time_awake() -> None:
     rule = MemoryRule(8_000)
     assert rule.decide([now("a", LOADED, 5), now("b", ASLEEP, 6)], 0) is None
     assert rule.decide([now("a", LOADED, 5), now("b", ASLEEP, 6)], LEAST_AWAKE_US - 1) is None
@@ -78,13 +78,13 @@ def test_one_that_can_never_fit_is_refused_with_its_need() -> None:
     assert rule.decide([now("a", LOADED), now("big", UNLOADED, 9, 10**9, 14_541)], 10**9) is None
 
 
-def test_too_many_awake_at_the_start() -> None:
+def test_memory_rule_sends_one_to_sleep_when_too_many_are_awake_at_the_start() -> None:
     rule = MemoryRule(8_000)
     assert rule.decide([now("a", LOADED, 1), now("b", LOADED)], 0) == Sleep("b")
     assert MemoryRule(8_000).decide([now("a", LOADED, need_mib=9_000)], 0) is None, "it is alone"
 
 
-def test_a_swap_whose_model_has_no_requests_any_more_is_dropped() -> None:
+def test_swap_is_dropped_when_its_model_has_no_requests_any_more() -> None:
     rule = MemoryRule(8_000)
     rule.decide([now("a", LOADED)], 0)
     assert rule.decide([now("a", LOADED), now("b", ASLEEP, 6)], LEAST_AWAKE_US) == Sleep("a")

@@ -71,9 +71,7 @@ def test_one_that_is_swept_while_it_is_made_is_made_again(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_place_where_nothing_can_be_locked_is_told(
-    monkeypatch: pytest.MonkeyPatch, place: Path, number: int
-) -> None:
+def test_folder_without_locks_is_an_error(monkeypatch: pytest.MonkeyPatch, place: Path, number: int) -> None:
     """As on some network file systems."""
     left = place / f"{own_folder.PREFIX}left"
     left.mkdir()
@@ -90,7 +88,7 @@ def test_a_place_where_nothing_can_be_locked_is_told(
     assert list(place.iterdir()) == [left]
 
 
-def test_no_place_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+def test_missing_place_for_temporary_files_is_an_error(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(place / "none"))
     with pytest.raises(SetupError, match="name a folder for them in TMPDIR"):
         OwnFolder()

@@ -10,7 +10,7 @@ import pytest
 
 from services.launcher.serve import OPENMP_SPINS, environment
 
-# A service that ends where it would be built, and says how its OpenMP waits.
+# A service that ends where it would be built, and prints how its OpenMP waits.
 SHOW = """
 import services.launcher.serve as serve
 serve.BUILDERS["executor"] = "this_module_does_not_exist:build"
@@ -24,7 +24,7 @@ print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
 
 
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_threads_of_an_executor_sleep_soon_unless_the_user_has_said_how_they_wait(
+def test_threads_of_an_executor_sleep_soon_unless_the_user_sets_how_they_wait(
     given: dict[str, str],
 ) -> None:
     ours = {

@@ -49,7 +49,7 @@ def ended_pid() -> int:
 # ---- the embedded server ------------------------------------------------------------------------
 
 
-def test_the_server_says_where_it_is_and_that_it_is_well(nats_server: NatsServer) -> None:
+def test_server_reports_its_address_and_its_health(nats_server: NatsServer) -> None:
     assert nats_server.url.startswith("nats://127.0.0.1:")
     with urllib.request.urlopen(f"{nats_server.monitoring_url}/healthz") as answer:
         assert json.load(answer) == {"status": "ok"}
@@ -74,9 +74,9 @@ def test_jetstream_has_the_limits_it_was_given() -> None:
 
 async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
-    server, told = servers.start(), list[str]()
+    server, lines = servers.start(), list[str]()
     before, url, monitoring = server.process, server.url, server.monitoring_url
-    keeping = asyncio.create_task(up.keep_running(server, told.append))
+    keeping = asyncio.create_task(up.keep_running(server, lines.append))
     bus = await NatsBus.connect(url, timeout_s=30)
     back = asyncio.Event()
     bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
@@ -84,7 +84,7 @@ async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pyt
     await asyncio.wait_for(back.wait(), 20)
     assert (server.url, server.monitoring_url) == (url, monitoring)
     assert server.process.pid != before.pid
-    assert told == ["nats-server was ended by SIGKILL; starts again in 0.01 s"]
+    assert lines == ["nats-server was ended by SIGKILL; starts again in 0.01 s"]
     await bus.drain()
     keeping.cancel()
     server.stop()
@@ -95,11 +95,11 @@ async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pyte
         monkeypatch.setattr(supervisor, name, 0.01)
     for name, value in (("ANSWER_S", 0.1), ("HANGS_S", 0.5)):
         monkeypatch.setattr(up, name, value)
-    server, told = servers.start(), list[str]()
+    server, lines = servers.start(), list[str]()
     before = server.process
     tasks = [
-        asyncio.create_task(up.keep_running(server, told.append)),
-        asyncio.create_task(up.watch_server(server, told.append)),
+        asyncio.create_task(up.keep_running(server, lines.append)),
+        asyncio.create_task(up.watch_server(server, lines.append)),
     ]
     bus = await NatsBus.connect(server.url, timeout_s=30)
     back = asyncio.Event()
@@ -107,20 +107,20 @@ async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pyte
     before.send_signal(signal.SIGSTOP)
     await asyncio.wait_for(back.wait(), 30)
     assert server.process.pid != before.pid
-    assert re.fullmatch(r"nats-server has not answered for \d s and used no CPU: killed", told[0])
-    assert told[-1] == "nats-server was ended by SIGKILL; starts again in 0.01 s"
+    assert re.fullmatch(r"nats-server has not answered for \d s and used no CPU: killed", lines[0])
+    assert lines[-1] == "nats-server was ended by SIGKILL; starts again in 0.01 s"
     await bus.drain()
     for task in tasks:
         task.cancel()
     server.stop()
 
 
-async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
+async def test_server_that_cannot_be_started_again_is_reported_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
     monkeypatch.setattr(supervisor, "BACKOFF_LAST_S", 0.02)
-    server, told, tried = servers.start(), list[str](), asyncio.Event()
+    server, lines, tried = servers.start(), list[str](), asyncio.Event()
     errors = [SetupError("the port is taken"), OSError(11, "no process left")]
 
     def restart() -> None:
@@ -130,12 +130,12 @@ async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
         raise errors.pop(0)
 
     monkeypatch.setattr(servers.NatsServer, "restart", lambda _: restart())
-    keeping = asyncio.create_task(up.keep_running(server, told.append))
+    keeping = asyncio.create_task(up.keep_running(server, lines.append))
     server.process.kill()
     await asyncio.wait_for(tried.wait(), 20)
     keeping.cancel()
     server.stop()
-    assert told[:3] == [
+    assert lines[:3] == [
         "nats-server was ended by SIGKILL; starts again in 0.01 s",
         "nats-server did not start (the port is taken); starts again in 0.02 s",
         "nats-server did not start ([Errno 11] no process left); starts again in 0.02 s",
@@ -159,7 +159,7 @@ def test_a_stolen_monitoring_port_does_not_keep_the_server_down() -> None:
     server.stop()
 
 
-def test_a_taken_port_is_told() -> None:
+def test_taken_port_is_an_error_that_names_it() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -190,7 +190,7 @@ def test_a_default_port_that_is_not_the_trouble_does_not_hide_it() -> None:
         servers.start_by_default(extra="no_such_option: 1\n")
 
 
-def test_a_server_that_ends_at_once_is_told_in_its_own_words() -> None:
+def test_server_that_ends_at_once_is_an_error_in_its_own_words() -> None:
     with pytest.raises(SetupError, match=r"the nats-server ended at once: .*no_such_option"):
         servers.start(extra="no_such_option: 1\n")
 
@@ -224,7 +224,7 @@ def test_a_missing_server_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp
     ("fleet", "port", "named"),
     [("default", 8000, ""), ("default", 4222, ""), ("two", 8000, " --fleet two"), ("default", 8001, None)],
 )
-def test_a_taken_port_is_told_with_the_fleet_that_has_it(fleet: str, port: int, named: str | None) -> None:
+def test_taken_port_is_an_error_with_the_fleet_that_has_it(fleet: str, port: int, named: str | None) -> None:
     """Also while it starts, when it has only a note of its own."""
     settings = Settings(fleet="default")
     here = replace(
@@ -232,9 +232,9 @@ def test_a_taken_port_is_told_with_the_fleet_that_has_it(fleet: str, port: int, 
     )
     for place in (session.path_for(Settings(fleet=fleet)), session.path_for(settings).with_suffix(".7.up")):
         here.write(place)
-        told = session.beside(SetupError("no port"), settings, port).message
+        lines = session.beside(SetupError("no port"), settings, port).message
         place.unlink()
-        assert told == "no port" + (
+        assert lines == "no port" + (
             ""
             if named is None
             else f". The fleet {fleet} runs here and has it (process {os.getppid()}): use it with `headrace "
@@ -326,7 +326,7 @@ def test_a_request_waits_for_a_fleet_that_starts(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_bare")
-def test_where_a_client_command_goes() -> None:
+def test_client_command_goes_to_the_fleet_it_finds() -> None:
     alone = find_target(load())
     assert (alone.nats_url, alone.model) == ("nats://127.0.0.1:4222", "smollm2-135m-instruct")
     note(os.getpid()).write(session.path_for(load().settings))
@@ -341,7 +341,9 @@ def test_where_a_client_command_goes() -> None:
 
 
 @pytest.mark.usefixtures("_bare")
-def test_a_named_fleet_that_is_not_here_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_fleet_that_is_not_here_is_an_error_with_the_present_fleets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     free = [True]
     monkeypatch.setattr(session, "is_free", lambda port: {4222: free[0]}[port])
     nosuch = load(flags={"fleet": "nosuch"})
@@ -368,12 +370,12 @@ def test_every_kind_has_a_builder(kind: str) -> None:
     assert callable(builder(kind))
 
 
-def test_an_unknown_kind_is_told() -> None:
+def test_unknown_kind_is_an_error() -> None:
     with pytest.raises(SetupError, match="there is no service 'gpu': choose one of gateway, tokenizer"):
         builder("gpu")
 
 
-def test_lmcache_phones_nobody_takes_no_device_and_files_are_private(
+def test_lmcache_sends_no_usage_takes_no_device_and_its_files_are_private(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[dict[str, str | None]] = []

@@ -28,7 +28,7 @@ STUBBORN = (
 )
 LAST_WORDS = (
     "import signal, sys\n"
-    "def second(*a): print('told', flush=True); sys.exit(130)\n"
+    "def second(*a): print('stopped', flush=True); sys.exit(130)\n"
     "def first(*a): signal.signal(signal.SIGTERM, second)\n"
     "signal.signal(signal.SIGINT, second); signal.signal(signal.SIGTERM, first)\n"
     "print('up', flush=True)\n"
@@ -48,7 +48,7 @@ NEEDY = (
 
 
 class Lines:
-    """Collects the lines of services and wakes who waits for one."""
+    """Collects the lines of services and wakes the waiter for one."""
 
     def __init__(self) -> None:
         self.got: list[tuple[str, str]] = []
@@ -81,7 +81,7 @@ async def test_a_service_may_start_later() -> None:
     await supervisor.kill()
 
 
-async def test_on_few_cores_services_start_in_turn_beside_the_executor() -> None:
+async def test_services_start_in_turn_beside_the_executor_on_few_cores() -> None:
     lines = Lines()
     specs = [spec("a", FOREVER), spec("b", FOREVER), spec("later", FOREVER), spec("x", FOREVER, "executor")]
     supervisor = Supervisor(specs, dict(os.environ), lines)
@@ -93,7 +93,9 @@ async def test_on_few_cores_services_start_in_turn_beside_the_executor() -> None
     await supervisor.kill()
 
 
-async def test_each_process_that_ends_is_told_before_the_next_starts_but_none_that_was_killed_here() -> None:
+async def test_end_of_each_process_is_reported_before_the_next_start_unless_the_supervisor_killed_it() -> (
+    None
+):
     lines, ended = Lines(), list[tuple[str, int]]()
     supervisor = Supervisor([spec("a", FOREVER)], dict(os.environ), lines)
     supervisor.on_end = lambda spec, pid: ended.append((spec.name, pid))
@@ -127,18 +129,18 @@ async def test_drains_kind_by_kind_in_order() -> None:
 
 
 async def test_kinds_of_a_group_drain_together() -> None:
-    lines, told = Lines(), list[str]()
+    lines, reported = Lines(), list[str]()
     running = supervise(lines, spec("a", NEEDY), spec("b", POLITE), spec("c", POLITE))
     for name in ("a", "b", "c"):
         await lines.wait_for(name, "up")
     draining = asyncio.create_task(
-        running.drain([("a", "b"), ("c",)], 1000, lambda left, kinds: told.append(kinds))
+        running.drain([("a", "b"), ("c",)], 1000, lambda left, kinds: reported.append(kinds))
     )
     await lines.wait_for("b", "bye")
     assert ("c", "bye") not in lines.got
     running.services[0].send(signal.SIGUSR1)
     assert await asyncio.wait_for(draining, 60) is True
-    assert told[0] == "a and b"
+    assert reported[0] == "a and b"
     assert lines.got[-1] == ("c", "bye")
 
 
@@ -181,9 +183,7 @@ async def test_a_death_shows_though_a_grandchild_holds_the_pipe(
     grandchild = int((tmp_path / "held").read_text())
     async with asyncio.timeout(60):
         while Path(f"/proc/{grandchild}").exists() and _state(grandchild) != "Z":
-            await asyncio.sleep(
-                0.01
-            )  # its parent is nobody's child: whoever reaps it does so in his own time
+            await asyncio.sleep(0.01)  # its parent has no parent here: init reaps it in its own time
     await running.kill()
 
 
@@ -198,12 +198,12 @@ async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
-    lines, told = Lines(), asyncio.Event()
+    lines, reported = Lines(), asyncio.Event()
     running = supervise(lines, spec("a", NEEDY), spec("b", POLITE))
     await lines.wait_for("a", "up")
     await lines.wait_for("b", "up")
-    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
-    await told.wait()
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: reported.set()))
+    await reported.wait()
     running.services[1].send(signal.SIGKILL)
     await lines.wait_for("b", "up", times=2)
     running.services[0].send(signal.SIGUSR1)  # b is here again: a can end
@@ -217,7 +217,7 @@ async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
     [OSError(11, "no process left"), RuntimeError("can't start new thread")],
     ids=["process", "thread"],
 )
-async def test_what_cannot_be_started_is_tried_again(
+async def test_process_that_cannot_be_started_is_tried_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
@@ -235,14 +235,14 @@ async def test_what_cannot_be_started_is_tried_again(
     assert await running.drain([("a",)], 20, lambda left, kind: None) is True
 
 
-async def test_what_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KILL_GRACE_S", 0.05)
-    lines, told = Lines(), []
+    lines, reported = Lines(), []
     running = supervise(lines, spec("a", STUBBORN))
     await lines.wait_for("a", "up")
-    assert await running.drain([("a",)], 0.05, lambda left, kind: told.append(kind)) is False
+    assert await running.drain([("a",)], 0.05, lambda left, kind: reported.append(kind)) is False
     assert [s.process.returncode for s in running.services if s.process] == [-signal.SIGKILL]
-    assert told[0] == "a"
+    assert reported[0] == "a"
 
 
 async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
@@ -256,7 +256,7 @@ async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
         await lines.wait_for(name, "up")
     draining = asyncio.create_task(running.drain([("a",), ("b",), ("c",)], 0.01, lambda left, kind: None))
     for name in ("b", "c"):
-        await lines.wait_for(name, "told")
+        await lines.wait_for(name, "stopped")
     running.services[0].send(signal.SIGUSR1)  # it has until the end
     assert await asyncio.wait_for(draining, 60) is False
     assert [s.process.returncode for s in running.services if s.process] == [0, 130, 130]
@@ -264,12 +264,12 @@ async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
 
 async def test_one_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
-    lines, told = Lines(), asyncio.Event()
+    lines, reported = Lines(), asyncio.Event()
     running = supervise(lines, spec("a", STUBBORN), spec("b", POLITE))
     for name in ("a", "b"):
         await lines.wait_for(name, "up")
-    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
-    await told.wait()
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: reported.set()))
+    await reported.wait()
     watching = asyncio.create_task(running.watch(lambda name, pid: 17.2 if name == "a" else 0.0))
     assert await asyncio.wait_for(draining, 60) is False
     watching.cancel()
@@ -283,9 +283,9 @@ async def test_a_kill_ends_a_drain() -> None:
     running = supervise(lines, spec("a", STUBBORN), spec("b", FOREVER))
     await lines.wait_for("a", "up")
     await lines.wait_for("b", "up")
-    told = asyncio.Event()
-    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
-    await told.wait()
+    reported = asyncio.Event()
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: reported.set()))
+    await reported.wait()
     await running.kill()
     await asyncio.wait_for(draining, 60)
     await running.kill()
@@ -315,7 +315,7 @@ async def test_a_dead_service_starts_again_with_back_off(monkeypatch: pytest.Mon
         (False, 1, " (the kernel killed for memory: its oom_kill has risen, see `dmesg`)"),
     ],
 )
-async def test_a_killed_service_is_told_by_its_signal_and_perhaps_by_the_cause(
+async def test_killed_service_is_reported_by_its_signal_and_perhaps_by_the_cause(
     ours: bool, kills: int, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
@@ -335,7 +335,7 @@ async def test_a_killed_service_is_told_by_its_signal_and_perhaps_by_the_cause(
     await running.kill()
 
 
-async def test_a_service_whose_mapped_file_was_cut_off_is_told_so() -> None:
+async def test_service_with_a_truncated_mapped_file_is_reported_with_that_cause() -> None:
     lines = Lines()
     code = (
         "import mmap, os, tempfile\n"
@@ -361,7 +361,7 @@ async def test_lines_of_any_length_and_bytes() -> None:
 
 
 def test_services_die_with_the_launcher(tmp_path: Path) -> None:
-    """SIGKILL on the process that supervises: its child must be gone, though nobody told it."""
+    """SIGKILL on the process that supervises: its child must be gone, though it got no signal."""
     code = f"""
 import asyncio, os, sys
 from services.launcher.supervisor import ServiceSpec, Supervisor

@@ -1,4 +1,4 @@
-"""What `headrace up` tells of the fleet that it has started."""
+"""What `headrace up` prints of the fleet that it has started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shared.replies import to_json
 
 
 @pytest.mark.parametrize(
-    ("dtype", "deterministic", "told"),
+    ("dtype", "deterministic", "shown"),
     [
         ("f32", False, "same tokens in any batch (f32)"),
         ("packed/f16", False, "same tokens in any batch (packed)"),
@@ -38,11 +38,13 @@ from shared.replies import to_json
         ("", False, ""),
     ],
 )
-def test_what_a_seed_promises(dtype: str, deterministic: bool, told: str) -> None:
-    assert same_seed(dtype, deterministic=deterministic) == told
+def test_promise_of_a_seed_depends_on_the_dtype_and_the_mode(
+    dtype: str, deterministic: bool, shown: str
+) -> None:
+    assert same_seed(dtype, deterministic=deterministic) == shown
 
 
-def test_on_few_cores_one_tokenizer_and_detokenizer_of_each_model_start_first() -> None:
+def test_one_tokenizer_and_detokenizer_of_each_model_start_first_on_few_cores() -> None:
     specs = service_specs({"gateway": 1, "kv_offload": 1})
     for model in ("m", "n"):
         counts = {"tokenizer": 2, "executor": 2, "detokenizer": 1}
@@ -50,16 +52,16 @@ def test_on_few_cores_one_tokenizer_and_detokenizer_of_each_model_start_first() 
     assert starts_later(specs) == {"kv_offload", "tokenizer-1@m", "tokenizer-1@n"}
 
 
-@pytest.mark.parametrize(("models", "executors", "told"), [("a", 1, "1"), ("a", 2, "2"), ("ab", 1, "2")])
-async def test_an_executor_knows_how_many_share_l1(
-    models: str, executors: int, told: str, tmp_path: Path
+@pytest.mark.parametrize(("models", "executors", "shown"), [("a", 1, "1"), ("a", 2, "2"), ("ab", 1, "2")])
+async def test_executor_gets_the_number_that_shares_l1(
+    models: str, executors: int, shown: str, tmp_path: Path
 ) -> None:
     for name in models:
         (tmp_path / f"{name}.gguf").touch()
     settings = load(flags={"executors": executors, "http": "off", "durable": False}).settings
     up = _Up(settings, {name: str(tmp_path / f"{name}.gguf") for name in models}, None, _Logins("nats://n:1"))
     specs = [service.spec for service in up._supervisor.services]
-    assert {spec.env["HEADRACE_EXECUTORS"] for spec in specs if spec.kind == "executor"} == {told}
+    assert {spec.env["HEADRACE_EXECUTORS"] for spec in specs if spec.kind == "executor"} == {shown}
     assert not [spec for spec in specs if spec.kind == "kv_offload" and "HEADRACE_EXECUTORS" in spec.env]
     assert up._supervisor._env["HEADRACE_AWAITED_MODELS"] == ",".join(models)
     up._folder.cleanup()
@@ -67,7 +69,7 @@ async def test_an_executor_knows_how_many_share_l1(
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "shown"),
     [
         ({"device": "cuda"}, ["2", "3"]),
         ({"device": "auto"}, ["2", "3"]),
@@ -77,14 +79,14 @@ async def test_an_executor_knows_how_many_share_l1(
     ],
 )
 async def test_executors_on_gpus_see_one_each(
-    flags: dict[str, str], told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, str], shown: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     (tmp_path / "a.gguf").touch()
     settings = load(flags={"executors": 2, "http": "off", "durable": False, **flags}).settings
     up = _Up(settings, {"a": str(tmp_path / "a.gguf")}, None, _Logins("nats://n:1"))
     specs = [service.spec for service in up._supervisor.services if service.spec.kind == "executor"]
-    assert [{**up._supervisor._env, **spec.env}["CUDA_VISIBLE_DEVICES"] for spec in specs] == told
+    assert [{**up._supervisor._env, **spec.env}["CUDA_VISIBLE_DEVICES"] for spec in specs] == shown
     up._folder.cleanup()
     up._pages.close()
 
@@ -100,7 +102,7 @@ async def test_no_death_is_announced_while_the_nats_server_is_away(
     assert capsys.readouterr() == ("", "")
 
 
-async def test_its_own_connection_is_closed_before_a_failed_start_ends(
+async def test_own_connection_is_closed_before_a_failed_start_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop would cancel the end of the connection, and print what that raises below the reason."""
@@ -220,7 +222,7 @@ def test_a_signal_inside_a_callback_of_a_fork_is_not_lost(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "shown"),
     [
         (BlockingIOError(11, "no fork"), r"can be started \(\[Errno 11\] no fork\): .* \(ulimit -u\)"),
         (
@@ -230,7 +232,7 @@ def test_a_signal_inside_a_callback_of_a_fork_is_not_lost(tmp_path: Path) -> Non
     ],
 )
 def test_the_limit_of_processes_is_named(
-    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(**more: object) -> None:
         raise error
@@ -238,7 +240,7 @@ def test_the_limit_of_processes_is_named(
     (tmp_path / "a.gguf").touch()
     monkeypatch.setattr("services.launcher.up.nats_server.start_by_default", start)
     given = {"http": "off", "durable": False, "model": str(tmp_path / "a.gguf")}
-    with pytest.raises(SetupError, match=told):
+    with pytest.raises(SetupError, match=shown):
         start_up(load(flags=given).settings)
 
 
@@ -247,7 +249,7 @@ def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:
 
 
 @pytest.mark.parametrize(("kinds", "dtype"), [(("tokenizer", "executor"), "bf16"), (("tokenizer",), "")])
-async def test_the_dtype_is_asked_of_an_executor(kinds: tuple[str, ...], dtype: str) -> None:
+async def test_dtype_comes_from_an_executor(kinds: tuple[str, ...], dtype: str) -> None:
     broker = MemoryBroker()
     for kind in kinds:
         bus = broker.connect()

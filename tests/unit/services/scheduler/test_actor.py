@@ -56,7 +56,7 @@ class House:
         await self.fleet.broker.settle()
 
     async def end(self) -> None:
-        """Say of every Close that it has gone out."""
+        """Confirm for every Close that it has gone out."""
         for close in self.detokenizer.of(Close):
             ended = Ended(seq=close.seq, index=close.final, reason=close.reason)
             self.detokenizer.mailbox.send("scheduler.s", ended)
@@ -78,7 +78,7 @@ async def house() -> AsyncIterator[House]:
         hands[1].mailbox.send("scheduler.s", hello)
         await fleet.broker.settle()
         yield House(fleet, actor, runtime, *hands)
-        await runtime.finish(0)  # what a test leaves running need not be waited for
+        await runtime.finish(0)  # what a test leaves running is not waited for
 
 
 async def test_a_request_passes_through(house: House) -> None:
@@ -124,9 +124,9 @@ async def test_the_trace_of_a_request_before_during_and_after(house: House) -> N
     ended = await ask()
     (choice,) = ended["choices"]
     assert (ended["state"], choice["tokens"], choice["reason"]) == ("ended", 1, "length")
-    assert stages(ended) == [*until_now, "decode"]  # this detokenizer says nothing of its own stages
+    assert stages(ended) == [*until_now, "decode"]  # this detokenizer reports no stages of its own
     assert [event["name"] for event in ended["spans"][0]["events"]] == ["admit"]
-    house.fleet.outside.publish(subjects.trace("r"), b"")  # nobody to answer
+    house.fleet.outside.publish(subjects.trace("r"), b"")  # no service to answer
     assert (await house.fleet.ask("headrace.v1.trace.=ZZ"))["state"] == "unknown"
 
 
@@ -151,7 +151,7 @@ async def test_drain_waits_for_what_runs_and_refuses_the_rest(house: House) -> N
     assert house.runtime.state == "stopped"
 
 
-async def test_who_is_left_when_the_time_to_drain_is_over_is_told(house: House) -> None:
+async def test_clients_left_when_the_time_to_drain_is_over_get_an_error(house: House) -> None:
     await house.ask("runs", max_tokens=9)
     await house.step()
     await house.ask("waits")
@@ -223,7 +223,7 @@ async def test_a_detokenizer_that_restarts_while_it_drains_gets_its_requests_bac
     assert [o.attempt for o in house.detokenizer.of(Open)] == [1, 2]
 
 
-async def test_lost_peers_are_told_to_the_core(house: House) -> None:
+async def test_lost_peers_are_reported_to_the_core(house: House) -> None:
     await house.ask("r", max_tokens=9)
     house.actor.on_stream_lost("executor.e")
     assert house.actor.status()["executors"] == {}
@@ -251,11 +251,11 @@ async def test_no_text_is_made_with_the_vocabulary_of_another_model(house: House
     for number in range(16):
         await house.ask(f"r{number}")
     assert house.actor.status()["detokenizers"] == ["d"]
-    assert other.heard == []
+    assert other.received == []
 
 
 async def test_an_executor_that_has_another_scheduler_now_is_none_of_ours(house: House) -> None:
-    """We were stopped for a while: it would ignore every plan. Nobody is blamed for it."""
+    """We were stopped for a while: it would ignore every plan. No request is blamed for it."""
     await house.ask("r", max_tokens=9)
     runtime = house.fleet.runtimes[2]
     runtime.actor.heartbeat_payload = lambda: HeartbeatPayload(model="m", scheduler="s2")  # type: ignore[method-assign]

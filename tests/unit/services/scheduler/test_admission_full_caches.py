@@ -42,14 +42,14 @@ def asked(world: World, name: str, prompt: list[int], answer: int = 8) -> str:
     return sequence.executor
 
 
-def test_it_gets_its_share() -> None:
+def test_tenant_gets_its_share_of_the_executors() -> None:
     world = full_and_fresh()
     homes = [asked(world, f"r{number}", [number + 20] * LONG) for number in range(4)]
     assert homes == ["e1", "e2", "e1", "e2"]
     world.finish()
 
 
-def test_it_gets_the_next_one_where_the_blocks_are_copied_first() -> None:
+def test_group_gets_the_next_executor_where_the_blocks_are_copied_first() -> None:
     """Blocks that are likely to be used again are copied to L1; the group does not wait for that."""
     world = full_and_fresh()
     executor_of(world, "e1").cost_model = Known(StepModel(weights_us=300, token_ns=100_000), 700)
@@ -66,7 +66,7 @@ def test_it_gets_the_next_one_where_the_blocks_are_copied_first() -> None:
     world.finish()
 
 
-def test_it_keeps_its_blocks_while_the_other_is_the_better_one() -> None:
+def test_executor_keeps_its_blocks_while_another_is_the_better_one() -> None:
     world = full_and_fresh()
     busy = asked(world, "short", [20] * 4)
     assert busy == "e1", "if equal the first one, and it has room for this one"
@@ -87,7 +87,7 @@ def test_a_prompt_finds_its_prefix_there() -> None:
         world.finish()
 
 
-def test_what_it_keeps_free_ends_with_the_next_start() -> None:
+def test_awaited_blocks_of_an_executor_end_with_the_next_start() -> None:
     world = full_and_fresh()
     full = executor_of(world, "e1")
     full.awaited_blocks = LONG // BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""Who waits blocks nobody who could start elsewhere, and is never overtaken for ever."""
+"""A waiting group blocks none that could start elsewhere, and is never overtaken for ever."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_choice_that_waits_can_be_cancelled_with_its_request() -> None:
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_a_wide_request_is_charged_for_all_of_its_choices(slots: int) -> None:
-    """Its prompt once, as it is computed once, at whatever time its choices start."""
+    """Its prompt once, as it is computed once, at any time that its choices start."""
     world = World(Limits(classes=NEVER))
     world.add_engine(slots=slots, blocks=200)
     prompt, output = 8, 6

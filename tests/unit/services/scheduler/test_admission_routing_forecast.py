@@ -108,6 +108,7 @@ def test_a_cached_prompt_goes_where_it_is_unless_that_takes_longer(before: int, 
     if before:
         state = world.scheduler.state
         other = next(e for e in state.executors.values() if e.hello.executor != home)
+        world.check_every = 0
         other.draining = True
         world.ask("before", [6] * before, 2)
         other.draining = False

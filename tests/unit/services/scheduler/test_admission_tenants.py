@@ -1,4 +1,4 @@
-"""Two tenants: whatever one of them asks for, the other gets its part, and is never refused for it."""
+"""Two tenants: at any requests of one of them, the other gets its part, and is never refused for it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_prompt_tokens_that_wait_are_shared_likewise() -> None:
     assert {r.tenant for r in world.rejected[refused:]} == {"b"}
 
 
-def test_who_waits_for_nothing_is_refused_by_no_forecast() -> None:
+def test_tenant_with_nothing_waiting_is_refused_by_no_forecast() -> None:
     """By the requests of the other one its first token is a minute away, and the limit a second."""
     world = World(Limits(classes=SLO, window=WINDOW))
     world.add_engine(slots=4, blocks=4096, max_context=4096)
@@ -80,8 +80,9 @@ def test_who_waits_for_nothing_is_refused_by_no_forecast() -> None:
 @pytest.mark.parametrize("slo_class", requests.CLASS_NAMES)
 @pytest.mark.parametrize("length", [4, 60])
 def test_one_request_at_a_time_waits_for_the_steps_in_flight_alone(slo_class: str, length: int) -> None:
-    """However many of the other one run or wait, how long their prompts are, and whatever class they claim:
-    a place is given up by who has more than its share, and its prompt is computed before theirs."""
+    """However many of the other one run or wait, how long their prompts are, and any class that they claim:
+    a place is given up by the tenant that has more than its share, and its prompt is computed before
+    theirs."""
     world = flooded(slo_class=slo_class, length=length)
     for i in range(6):
         world.ask(f"b{i}", [99, i], 3, tenant="b")
@@ -97,13 +98,13 @@ def test_one_request_at_a_time_waits_for_the_steps_in_flight_alone(slo_class: st
     world.assert_idle()
 
 
-def test_one_request_in_the_lowest_class_takes_nobodys_place() -> None:
+def test_request_in_the_lowest_class_takes_no_place() -> None:
     world = flooded()
     world.ask("b", [99] * 4, 5, tenant="b", slo_class="batch")
     assert not any(s.preemptions for s in world.scheduler.state.sequences.values())
 
 
-def test_nobody_loses_its_only_sequence_to_a_newcomer() -> None:
+def test_tenant_loses_its_only_sequence_to_no_newcomer() -> None:
     """On a single slot tenants would push one another out for ever."""
     world = flooded(slots=1)
     world.ask("b", [99] * 4, 5, tenant="b")
@@ -123,7 +124,7 @@ def test_a_prompt_that_takes_most_blocks_gives_way() -> None:
         world.assert_answers(name)
 
 
-def test_who_needs_a_block_takes_it_from_the_tenant_that_has_most() -> None:
+def test_sequence_that_needs_a_block_takes_it_from_the_tenant_with_most() -> None:
     """The latest would be the one of the tenant that has least."""
     world = World(Limits(classes=SLO), checks=[*ALL])
     world.add_engine(slots=4, blocks=14)
@@ -140,8 +141,8 @@ def test_who_needs_a_block_takes_it_from_the_tenant_that_has_most() -> None:
     assert first[1] != "b"
 
 
-def behind_a_large_one(long_blocks: int, large_blocks: int) -> World:
-    """Of tenant a one runs, and a large one waits; of 1,000 blocks. Then `pass_by`."""
+def after_a_large_one(long_blocks: int, large_blocks: int) -> World:
+    """One request of tenant a runs, and a large one waits, of 1,000 blocks. Then `pass_by`."""
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), window=1))
     world.add_engine(slots=8, blocks=1_000, max_context=5_000, max_step_tokens=1_024)
     world.ask("a-long", [4] * 4, 4 * long_blocks - 4, tenant="a")
@@ -173,7 +174,7 @@ def pass_by(world: World, tenants: str, step_us: int, steps: int = 200) -> tuple
 def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
     """Its tenant has a tenth of the blocks; those of three others come one at a time, and never leave it the
     seven tenths that it needs."""
-    world = behind_a_large_one(long_blocks=110, large_blocks=700)
+    world = after_a_large_one(long_blocks=110, large_blocks=700)
     step_us = admission.OVERTAKEN_US // 40
     passed, steps = pass_by(world, "bcd", step_us)
     assert passed >= admission.OVERTAKEN
@@ -183,9 +184,9 @@ def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
         world.assert_answers(name)
 
 
-def test_few_that_ask_for_one_thing_each_go_before_a_large_request() -> None:
+def test_few_small_requests_go_before_a_large_one() -> None:
     """However long it has waited: it would keep them from a place for as long as others run."""
-    world = behind_a_large_one(long_blocks=100, large_blocks=950)
+    world = after_a_large_one(long_blocks=100, large_blocks=950)
     world.now_us += 2 * admission.OVERTAKEN_US
     for i in range(admission.OVERTAKEN):
         world.ask(f"e{i}", [9, i], 3, tenant="e")
@@ -202,7 +203,7 @@ def test_few_that_ask_for_one_thing_each_go_before_a_large_request() -> None:
 
 
 def test_a_tenant_over_its_share_gains_nothing_by_a_large_request() -> None:
-    world = behind_a_large_one(long_blocks=600, large_blocks=390)
+    world = after_a_large_one(long_blocks=600, large_blocks=390)
     passed, steps = pass_by(world, "bcd", admission.OVERTAKEN_US // 40)
     assert steps == 200, "the long one runs"
     assert passed > 200 // 10 * 3 - 6, "each has a place at once: 9 steps for 8 tokens"

@@ -51,7 +51,7 @@ def test_the_window_is_kept_full_and_never_exceeded() -> None:
     assert (first.mode, World(Limits(window=1)).limits.window) == ("run_ahead", 1)
 
 
-def test_nothing_is_planned_past_the_length() -> None:
+def test_plan_ends_at_the_length_of_a_sequence() -> None:
     world = World(Limits(window=4, overlap="run_ahead"))
     world.add_engine()
     world.ask("a", [5, 6, 7], 3)
@@ -264,7 +264,7 @@ def test_detach_stops_the_work_unless_it_is_to_be_finished() -> None:
     world.assert_idle()
 
 
-def test_stop_found_cuts_at_its_index_whatever_came_since() -> None:
+def test_stop_found_cuts_at_its_index_after_later_tokens() -> None:
     world = World()
     world.add_engine()
     world.ask("a", [5], 20)
@@ -439,7 +439,7 @@ def test_a_restarted_detokenizer_gets_its_own_back() -> None:
     world.assert_answers("a")
 
 
-def test_a_detokenizer_given_up_and_back_is_told_what_is_no_longer_its_own() -> None:
+def test_returning_detokenizer_gets_the_list_of_requests_it_no_longer_owns() -> None:
     world = World(shards=("d1",))
     world.add_engine()
     world.ask("a", [5], 6)

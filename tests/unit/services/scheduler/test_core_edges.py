@@ -32,7 +32,7 @@ def test_a_failed_step_spares_what_was_opened_after_it() -> None:
     world.add_engine()
     world.ask("a", [5, 6], 9)  # steps 1 and 2 are in flight
     fail_step(world)
-    world.ask("b", [5, 7], 9)  # opened behind step 2
+    world.ask("b", [5, 7], 9)  # opened after step 2
     fail_step(world)
     closed = world.readers_of("a")[0].closed
     assert closed is not None
@@ -42,7 +42,7 @@ def test_a_failed_step_spares_what_was_opened_after_it() -> None:
     world.assert_idle()
 
 
-def test_a_failed_step_spares_who_was_not_in_it() -> None:
+def test_failed_step_spares_sequences_outside_it() -> None:
     """The other micro-batch, for one: the engine failed of none of it, and its tokens are of good steps."""
     world = World(Limits(overlap="two_batch"))
     world.add_engine(stages=2)
@@ -64,7 +64,7 @@ def test_a_failed_step_spares_who_was_not_in_it() -> None:
     world.assert_idle()
 
 
-def test_what_only_a_lost_executor_could_hold_holds_up_nobody() -> None:
+def test_request_that_only_a_lost_executor_could_hold_delays_no_other() -> None:
     world = World()
     world.add_engine("big")
     world.add_engine("little", blocks=4)
@@ -100,7 +100,7 @@ def test_a_draining_executor_finishes_what_it_has_and_gets_nothing_new() -> None
     world.assert_idle()
 
 
-def test_nobody_says_hello_for_another() -> None:
+def test_hello_in_another_actors_name_is_ignored() -> None:
     world = World()
     world.add_engine("e1")
     hello = dataclasses.replace(world.scheduler.state.executors["e1"].hello, exec_epoch=9)
@@ -243,7 +243,7 @@ def test_a_draining_detokenizer_that_starts_again_is_not_taken_for_the_old_one()
     world.add_engine()
     world.ask("a", [5], 9)
     world.deliver()
-    world.handle(PeerLost("detokenizer", "d1"))  # what the shell says of every new incarnation
+    world.handle(PeerLost("detokenizer", "d1"))  # the shell's event for every new incarnation
     world.handle(PeerReady("detokenizer", "d1", 2))
     assert world.moved == []
     world.run()
@@ -296,10 +296,10 @@ def test_logprobs_go_with_their_tokens_to_the_right_shard() -> None:
         top_logprobs=floats([-1, -2, -2.5, -3, -3.5, -4]),
     )
     sent = world.scheduler.handle(Arrived("executor.e1", scored), world.now_us)
-    told = {c.to: c.message for c in sent if isinstance(c.message, Tokens)}
+    tokens_to = {c.to: c.message for c in sent if isinstance(c.message, Tokens)}
     for shard in ("d1", "d2"):
         rows = [i for i in range(4) if shards[i] == shard]
-        tokens = told[f"detokenizer.{shard}"]
+        tokens = tokens_to[f"detokenizer.{shard}"]
         assert isinstance(tokens, Tokens)
         assert list(tokens.ids) == [result.ids[i] for i in rows]
         assert list(tokens.logprobs) == [float(-i) for i in rows]
@@ -394,7 +394,7 @@ def act(world: World, data: st.DataObject, step: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_whatever_happens_every_request_ends_and_no_token_is_wrong(data: st.DataObject) -> None:
+def test_every_request_ends_and_no_token_is_wrong_after_any_events(data: st.DataObject) -> None:
     world = World(any_limits(data), shards=("d1", "d2"))
     world.add_engine("e1", slots=data.draw(st.integers(1, 6)), blocks=data.draw(st.integers(12, 40)))
     for step in range(data.draw(st.integers(5, 50))):
@@ -444,8 +444,8 @@ def test_a_result_that_does_not_fit_its_plan_resets_the_executor(rows: int, late
     world.assert_idle()
 
 
-def test_what_a_detokenizer_never_heard_of_is_opened_again() -> None:
-    """Messages to it were lost. Of one that it had failed it may wait for the Close all the same."""
+def test_request_unknown_to_a_detokenizer_is_opened_again() -> None:
+    """Messages to it were lost. It may still wait for the Close of one that it had failed."""
     world = World(auto_end=False)
     world.add_engine()
     for name in ("known", "running", "over"):

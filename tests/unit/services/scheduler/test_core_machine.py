@@ -1,6 +1,6 @@
 """The scheduler's core on engines that check every block: any events in any order (a Hypothesis machine).
 
-P1-P3 blocks and fences, P5 everybody finishes, P6 no class inversion, P7 the same tokens whoever is paused
+P1-P3 blocks and fences, P5 every request ends, P6 no class inversion, P7 the same tokens at any pause
 when; window and overlap. `HEADRACE_MACHINE_EXAMPLES` runs more histories than CI does.
 """
 
@@ -71,7 +71,7 @@ def share(executor: Executor, sequence: Sequence) -> float:
 
 
 class Machine(RuleBasedStateMachine):
-    """Any of the rules at any time; at the end everything comes back, and everybody must finish."""
+    """Any of the rules at any time; at the end everything comes back, and every request must end."""
 
     events = 0
 
@@ -94,6 +94,7 @@ class Machine(RuleBasedStateMachine):
         )
         block_tokens = data.draw(st.sampled_from([1, 2, 3, 4, 4, 5, 8, 16]))
         self.world = World(limits, shards=SHARDS, took_us=data.draw(st.sampled_from([0, 200, 5_000])))
+        self.world.check_every = 1
         self.world.checks += [*ALL, Turns()]
         self.sizes = {
             name: {"blocks": data.draw(st.integers(32, 96)) // block_tokens, "block_tokens": block_tokens,
@@ -122,7 +123,7 @@ class Machine(RuleBasedStateMachine):
     def pause(
         self, state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
     ) -> None:
-        """P6: nobody is paused for one of a lower class, or for one of a tenant that has more, and P5: nobody
+        """P6: no sequence is paused for one of a lower class, or of a tenant that has more, and P5: none
         more than three times, but for a tenant of which nothing runs."""
         found = re.search(r"seq (\d+)", why)
         assert found is not None, "a pause that names no reason"
@@ -194,7 +195,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def force_pause(self, seed: int) -> None:
-        """P7: whoever runs may be paused at any time."""
+        """P7: each that runs may be paused at any time."""
         dice, state = random.Random(seed), self.world.scheduler.state
         for executor in state.executors.values():
             for victim in preemption._candidates(state, executor, executor.running):
@@ -311,7 +312,7 @@ class Machine(RuleBasedStateMachine):
         self.world.tick(by_us)
 
     def teardown(self) -> None:
-        """P5: with both executors and a detokenizer there, results alone bring everybody to an end."""
+        """P5: with both executors and a detokenizer there, results alone bring every request to an end."""
         if not hasattr(self, "world"):
             return
         world = self.world

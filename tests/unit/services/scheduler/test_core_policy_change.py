@@ -117,7 +117,7 @@ def test_a_changed_order_holds_for_groups_that_wait(order: str) -> None:
             waiting.served.charge_input(group.client, 7)
 
 
-def test_what_was_served_in_another_order_is_no_debt() -> None:
+def test_service_in_another_order_is_no_debt() -> None:
     """First come, first served, one tenant got nearly all; in turns it gets its half from now on."""
     world = World(Limits(policy=Policy(order="fcfs")))
     world.add_engine(slots=2, blocks=64)

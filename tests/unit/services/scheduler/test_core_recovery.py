@@ -67,7 +67,7 @@ def world_with_engine(**facts: int) -> World:
 
 
 @pytest.mark.parametrize("count", range(13))
-def test_it_goes_on_behind_any_token(count: int) -> None:
+def test_reopened_request_goes_on_after_any_token(count: int) -> None:
     world, of = world_with_engine(), asked()
     resume(world, of, so_far(of, [count]))
     world.run()
@@ -95,7 +95,7 @@ def test_any_choices_under_any_settings_beside_others(data: st.DataObject) -> No
     world.assert_idle()
 
 
-def test_only_the_detokenizer_that_asks_gets_the_stream() -> None:
+def test_stream_goes_only_to_the_detokenizer_that_requests_it() -> None:
     world, of = World(shards=("d1", "d2", "d3")), asked()
     world.add_engine()
     for name in ("d1", "d2", "d3"):
@@ -141,7 +141,7 @@ def test_choices_that_had_ended_are_closed_as_they_were() -> None:
     assert tokens[1] == wanted(of)[1]
 
 
-def test_a_stop_token_whose_close_never_came_ends_it() -> None:
+def test_stop_token_whose_close_was_lost_ends_the_reopened_request() -> None:
     of = next(
         one
         for seed in range(1_000)
@@ -154,7 +154,7 @@ def test_a_stop_token_whose_close_never_came_ends_it() -> None:
     assert not world.plans
 
 
-def test_what_was_not_begun_shares_its_prompt_as_at_first() -> None:
+def test_choices_without_a_token_share_their_prompt_as_at_first() -> None:
     world, of = world_with_engine(), asked(n=3)
     resume(world, of, so_far(of, [0, 0, 0]))
     world.run()
@@ -162,7 +162,7 @@ def test_what_was_not_begun_shares_its_prompt_as_at_first() -> None:
     assert sum(sum(plan.counts) for plan in world.plans) < 2 * len(PROMPT) + 3 * 12
 
 
-def test_asked_again_it_is_opened_again_and_computed_once() -> None:
+def test_request_reopened_twice_is_opened_again_and_computed_once() -> None:
     world, of = world_with_engine(), asked()
     again = so_far(of, [2])
     resume(world, of, again)
@@ -174,7 +174,7 @@ def test_asked_again_it_is_opened_again_and_computed_once() -> None:
     assert len(world.scheduler.state.requests) == 1
 
 
-def test_one_that_its_tokenizer_brought_first_is_told_elsewhere() -> None:
+def test_detokenizer_gets_moved_for_a_request_that_its_tokenizer_submitted_first() -> None:
     world = World(shards=("d1", "d2"))
     world.add_engine()
     of = asked()
@@ -188,7 +188,7 @@ def test_one_that_its_tokenizer_brought_first_is_told_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("why", ["no executor", "draining", "unknown detokenizer", "executor drains"])
-def test_who_cannot_serve_yet_says_503_and_serves_later(why: str) -> None:
+def test_scheduler_that_cannot_serve_yet_answers_503_and_serves_later(why: str) -> None:
     world, of = World(), asked()
     if why != "no executor":
         world.add_engine()
@@ -207,7 +207,7 @@ def test_who_cannot_serve_yet_says_503_and_serves_later(why: str) -> None:
     world.assert_answers("r")
 
 
-def test_the_queue_and_its_limits_are_behind_it() -> None:
+def test_reopened_request_passes_the_queues_limits() -> None:
     """It was accepted once: neither a full queue nor a late start refuses it now."""
     world = World(dataclasses.replace(World().limits, max_waiting=1))
     world.add_engine(slots=1)
@@ -221,7 +221,7 @@ def test_the_queue_and_its_limits_are_behind_it() -> None:
     assert [r.code for r in world.rejected] == [429]
 
 
-def test_what_can_never_be_served_here_is_refused_for_good() -> None:
+def test_request_that_can_never_be_served_here_is_refused_for_good() -> None:
     world = world_with_engine(max_context=20)
     of = asked()
     resume(world, of, so_far(of, [2]))
@@ -237,7 +237,7 @@ def test_a_cancel_that_came_first_is_kept_for_it() -> None:
     assert [r.code for r in world.rejected] == [499]
 
 
-def test_its_time_limit_and_its_stages_count_from_the_first_arrival() -> None:
+def test_time_limit_and_stages_of_a_reopened_request_count_from_the_first_arrival() -> None:
     world, of = world_with_engine(), asked(timeout_us=5_000_000)
     world.now_us = 60_000_000
     resume(world, of, so_far(of, [2], age_us=4_000_000, first_us=300_000))
@@ -253,7 +253,7 @@ def test_its_time_limit_and_its_stages_count_from_the_first_arrival() -> None:
     assert (reader.closed.reason, reader.closed.code) == ("error", 408)
 
 
-def test_what_is_computed_again_is_counted_as_that() -> None:
+def test_recomputed_tokens_of_a_reopened_request_are_counted_as_recomputed() -> None:
     world, of = world_with_engine(), asked()
     resume(world, of, so_far(of, [5]))
     world.run()
@@ -261,7 +261,7 @@ def test_what_is_computed_again_is_counted_as_that() -> None:
     assert world.scheduler.state.counters.generated_tokens == 12 - 5
 
 
-def test_the_request_as_asked_is_left_with_every_detokenizer() -> None:
+def test_request_as_submitted_is_left_with_every_detokenizer() -> None:
     """With the one of its Opens, and with the next one that takes over."""
     world = World(shards=("d1", "d2"))
     world.add_engine()
@@ -291,7 +291,7 @@ def test_the_request_as_asked_is_left_with_every_detokenizer() -> None:
     assert later.attempt > copy[1].attempt
 
 
-def test_a_reopened_request_says_how_old_it_is() -> None:
+def test_reopened_request_has_its_age() -> None:
     world, of = World(shards=("d1", "d2")), asked()
     world.add_engine()
     world.handle(Arrived("tokenizer.t1", of))
@@ -306,7 +306,7 @@ def test_a_reopened_request_says_how_old_it_is() -> None:
     assert dataclasses.replace(message, age_us=0, first_us=0) == of
 
 
-def test_what_its_client_has_seen_last_is_what_goes_on() -> None:
+def test_reopened_request_goes_on_from_the_attempt_that_its_client_has_seen_last() -> None:
     """Two detokenizers ask: one had been stopped, and its request moved to the other."""
     world = World(shards=("d1", "d2"))
     world.add_engine()
@@ -341,7 +341,7 @@ def test_a_cancel_of_an_earlier_request_with_this_id_is_not_meant() -> None:
     world.assert_answers("r")
 
 
-def test_what_goes_on_elsewhere_is_not_finished_here_for_nobody() -> None:
+def test_request_that_goes_on_elsewhere_is_not_computed_here() -> None:
     world, of = world_with_engine(), asked(finish_detached=True)
     world.handle(Arrived("tokenizer.t1", of))
     (sequence,) = world.scheduler.state.requests["public", "r"].sequences
@@ -353,7 +353,7 @@ def test_what_goes_on_elsewhere_is_not_finished_here_for_nobody() -> None:
     world.assert_idle()
 
 
-def test_what_had_gone_elsewhere_may_come_back() -> None:
+def test_request_that_had_gone_elsewhere_may_come_back() -> None:
     """The next scheduler died, too, before the word that closes it here."""
     world, of = world_with_engine(), asked()
     world.auto_end = False
@@ -368,7 +368,7 @@ def test_what_had_gone_elsewhere_may_come_back() -> None:
     world.assert_idle()
 
 
-def test_a_request_that_nobody_reads_is_opened_again_like_any_other_when_messages_were_lost() -> None:
+def test_request_without_a_reader_is_opened_again_like_any_other_when_messages_were_lost() -> None:
     """Or its detokenizer would ask for it for ever."""
     world, of = world_with_engine(), asked(finish_detached=True)
     world.handle(Arrived("tokenizer.t1", of))

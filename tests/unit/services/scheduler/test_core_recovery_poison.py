@@ -65,7 +65,7 @@ def test_a_poison_ends_after_four_deaths(position: int, n: int) -> None:
 
 
 @given(st.data())
-def test_bystanders_get_their_answers_whatever_they_share_with_it(data: st.DataObject) -> None:
+def test_bystanders_get_their_answers_beside_a_poison_request(data: st.DataObject) -> None:
     fleet = Deadly(any_limits(data), data.draw(st.integers(0, 30)), slots=data.draw(st.integers(1, 12)))
     before, after = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 8))
     for i in range(before):
@@ -121,8 +121,8 @@ def deaths_of(world: World) -> list[int]:
     return [request.executor_deaths for request in world.scheduler.state.requests.values()]
 
 
-def test_what_is_no_death_is_not_counted() -> None:
-    """An executor that is told to stop, and one that starts over because messages were lost."""
+def test_planned_end_of_an_executor_is_not_counted_as_a_death() -> None:
+    """An executor that gets SIGTERM, and one that starts over because messages were lost."""
     world = World()
     world.add_engine()
     world.ask("a", [5], 30)
@@ -139,7 +139,7 @@ def test_what_is_no_death_is_not_counted() -> None:
     assert deaths_of(world) == [1]
 
 
-def test_who_waits_while_an_executor_dies_is_no_suspect() -> None:
+def test_request_that_waits_while_an_executor_dies_is_no_suspect() -> None:
     world = World()
     world.add_engine(slots=1)
     world.ask("runs", [5], 9)

@@ -1,5 +1,5 @@
 """Tiers as the scheduler uses them: what is paused goes down before its place is given out, and comes back
-without being computed again; whatever fails there, the tokens stay the same."""
+without being computed again; at any fault there, the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checked(world: World) -> World:
     return world
 
 
-def test_nothing_is_computed_twice_while_a_tier_takes_it() -> None:
+def test_no_token_is_computed_twice_while_a_tier_stores_its_block() -> None:
     world = checked(crowded(FakeTier(capacity=64)))
     meter = world.scheduler.state.counters
     assert meter.preemptions > 0
@@ -39,7 +39,7 @@ def test_nothing_is_computed_twice_while_a_tier_takes_it() -> None:
     assert meter.recomputed_tokens <= meter.preemptions  # the last token of each, whose sample was in flight
 
 
-def test_what_others_keep_on_the_device_does_not_hide_the_rest_below() -> None:
+def test_shared_beginning_on_the_device_does_not_hide_the_later_blocks_in_the_tier() -> None:
     """A common beginning stays on the device and is never copied: the tier lacks the first block of each."""
     world = World()
     world.add_engine(blocks=14, slots=6)
@@ -52,7 +52,7 @@ def test_what_others_keep_on_the_device_does_not_hide_the_rest_below() -> None:
     assert meter.recomputed_tokens <= meter.preemptions
 
 
-def test_without_a_tier_it_is_computed_again() -> None:
+def test_paused_sequence_is_computed_again_without_a_tier() -> None:
     world = checked(crowded(None))
     meter = world.scheduler.state.counters
     assert meter.recomputed_tokens > 2 * meter.preemptions
@@ -72,7 +72,7 @@ def test_a_tier_that_is_of_no_use_costs_no_request_and_no_token(switch: str) -> 
         world.assert_answers(request)
 
 
-def test_recompute_asks_no_tier() -> None:
+def test_recompute_policy_uses_no_tier() -> None:
     world = checked(crowded(FakeTier(capacity=64), tier="loadtest.policies:recompute"))
     assert world.tier.counts == {}
     assert world.scheduler.state.counters.recomputed_tokens > 0

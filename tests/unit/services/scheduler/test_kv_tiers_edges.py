@@ -50,7 +50,7 @@ def only(world: World) -> Executor:
     return executor
 
 
-def test_what_the_last_request_leaves_is_stored_once_it_is_quiet() -> None:
+def test_blocks_of_the_last_request_are_stored_once_it_is_quiet() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
     world.ask("second", PROMPT[::-1], 2)
@@ -89,7 +89,7 @@ def until_loading(world: World, request: str) -> None:
         assert world.deliver_tier()
 
 
-def test_what_is_in_the_tier_comes_back() -> None:
+def test_stored_blocks_are_restored() -> None:
     world = stored()
     world.ask("second", PROMPT, 2)
     world.run()
@@ -98,7 +98,7 @@ def test_what_is_in_the_tier_comes_back() -> None:
     assert world.scheduler.state.counters.l1_hit_blocks == 5
 
 
-def test_from_the_remote_tier_by_way_of_the_first() -> None:
+def test_blocks_come_from_the_remote_tier_through_the_first() -> None:
     world = stored(FakeTier(capacity=64, l2_us=3_000))
     for key in list(world.tier.l1):
         world.tier.forget(key)
@@ -110,7 +110,7 @@ def test_from_the_remote_tier_by_way_of_the_first() -> None:
     assert (meter.l1_hit_blocks, meter.l2_hit_blocks, meter.loads_failed) == (0, 5, 0)
 
 
-def test_what_was_fetched_for_the_lookup_is_a_hit_of_the_remote_tier_also_when_it_is_there_by_then() -> None:
+def test_block_fetched_for_the_lookup_is_a_hit_of_the_remote_tier_also_when_it_is_there_by_then() -> None:
     world = stored(FakeTier(capacity=64, l2_us=10))
     for key in list(world.tier.l1)[:2]:  # the tail: the next to go
         world.tier.forget(key)
@@ -188,7 +188,7 @@ def test_an_answer_is_waited_for_by_what_it_may_save(token_us: int, wait_us: int
     assert world.plans
 
 
-def test_an_answer_that_was_asked_for_before_the_turn_is_waited_for_as_long() -> None:
+def test_lookup_made_before_the_turn_is_waited_for_as_long() -> None:
     world = without_answers(4_000)
     (group,) = world.scheduler.state.waiting
     group.lookup_since_us += 15_000
@@ -198,7 +198,7 @@ def test_an_answer_that_was_asked_for_before_the_turn_is_waited_for_as_long() ->
     assert world.plans
 
 
-def test_no_block_is_given_up_for_a_slow_link_while_its_first_copy_tells_how_slow_it_is() -> None:
+def test_no_block_is_given_up_for_a_slow_link_while_its_first_copy_measures_the_rate() -> None:
     world = fresh()
     executor, state = only(world), world.scheduler.state
     world.ask("first", PROMPT, 2)
@@ -247,7 +247,7 @@ def test_many_that_are_silent_at_one_time_are_one_miss() -> None:
     assert [tier.misses for tier in world.scheduler.state.tiers.by_host.values()] == [1]
 
 
-def test_a_dead_tier_is_nobodys_hope() -> None:
+def test_no_group_waits_for_a_dead_tier() -> None:
     world = stored()
     world.ask("second", PROMPT, 2)
     world.lose_tier()
@@ -273,12 +273,12 @@ def test_news_of_the_same_generation_change_nothing() -> None:
     jobs, generation = dict(world.scheduler.state.tiers.jobs), world.tier.arena.generation
     world.handle(TierReady("k1", generation, "h", generation, ("l1", "l2")))
     assert world.scheduler.state.tiers.jobs == jobs
-    world.handle(TierLost("somebody else"))
+    world.handle(TierLost("another tier"))
     world.run()
     assert cached_tokens(world, "second") == 20
 
 
-def test_what_leaves_the_tiers_is_not_copied_there_again() -> None:
+def test_blocks_that_leave_the_tiers_are_not_copied_there_again() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
     world.run()
@@ -303,7 +303,7 @@ STRAYS: list[Callable[[int], object]] = [
 
 @pytest.mark.parametrize("stray", STRAYS, ids=lambda make: type(make(1)).__name__)
 @pytest.mark.parametrize("source", ["kv_offload.k1", "kv_offload.other", "executor.e1"])
-def test_answers_to_nobody_change_nothing(stray: Callable[[int], object], source: str) -> None:
+def test_answers_without_a_waiting_group_change_nothing(stray: Callable[[int], object], source: str) -> None:
     world = stored()
     world.handle(Arrived(source, stray(999)))  # type: ignore[arg-type]  # any message
     world.ask("second", PROMPT, 2)
@@ -337,7 +337,7 @@ def test_a_step_that_fails_voids_what_is_copied_after_it() -> None:
     assert not world.tier.l1
 
 
-def test_loading_is_declined_where_computing_is_quicker() -> None:
+def test_load_is_declined_where_computing_is_faster() -> None:
     world = stored()
     executor = only(world)
     for _ in range(40):
@@ -355,8 +355,8 @@ def test_loading_is_declined_where_computing_is_quicker() -> None:
 
 
 @pytest.mark.parametrize(("before", "declined"), [([], 1), ([99] * 60, 0)])
-def test_a_load_competes_with_computing_behind_what_is_before_it(before: list[int], declined: int) -> None:
-    """The load takes 40 ms, its 20 tokens 20 ms: computing is quicker, but not behind 60 others."""
+def test_load_competes_with_computing_after_the_prompts_before_it(before: list[int], declined: int) -> None:
+    """The load takes 40 ms, its 20 tokens 20 ms: computing is faster, but not after 60 others."""
     world = stored()
     executor = only(world)
     for tokens in range(1, 41):
@@ -447,8 +447,9 @@ def test_a_few_slow_copies_of_one_direction_do_not_end_loading(slow: str) -> Non
     assert again(world, "at once") == 20
 
 
-def test_who_is_next_asks_again_before_its_turn() -> None:
-    """It has waited long for room: at its turn it would wait for an answer, and hold up those behind it."""
+def test_next_group_repeats_its_lookup_before_its_turn() -> None:
+    """It has waited long for room: at its turn it would wait for an answer, and hold up the groups after
+    it."""
     world = fresh(blocks=8)
     world.ask("runs", PROMPT, 10)
     world.ask("next", PROMPT[::-1], 10)

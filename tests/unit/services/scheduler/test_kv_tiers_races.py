@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
-from support.scheduler.world_checks import nobody_forgotten
+from support.scheduler.world_checks import none_forgotten
 
 from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups, store
@@ -64,7 +64,7 @@ def paused(world: World) -> None:
         pass
 
 
-def test_a_scheduler_that_drains_begins_no_store_that_nobody_needs() -> None:
+def test_draining_scheduler_starts_no_unneeded_store() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
     world.handle(DrainRequested())
@@ -76,7 +76,7 @@ def test_a_scheduler_that_drains_begins_no_store_that_nobody_needs() -> None:
     assert world.scheduler.is_idle
 
 
-def test_what_came_from_an_old_arena_is_not_in_the_new_one() -> None:
+def test_blocks_of_an_old_arena_are_not_in_the_new_one() -> None:
     world = stored()
     world.ask("second", PROMPT, 2)
     while not world.copies["e1"]:
@@ -91,7 +91,7 @@ def test_what_came_from_an_old_arena_is_not_in_the_new_one() -> None:
     world.assert_answers("second")
 
 
-def test_stores_that_end_one_after_another_hold_up_nobody_for_long() -> None:
+def test_stores_that_end_one_after_another_delay_no_other_for_long() -> None:
     """A paused one asks again when something has been stored since; not for ever."""
     world = stored()
     world.ask("second", PROMPT, 9)
@@ -100,7 +100,7 @@ def test_stores_that_end_one_after_another_hold_up_nobody_for_long() -> None:
     paused(world)
     state, since_us = world.scheduler.state, world.now_us
     while state.waiting:
-        state.tiers.by_host["h"].stores += 1  # somebody else's
+        state.tiers.by_host["h"].stores += 1  # another sequence's
         world.now_us += 1_000
         world.deliver_tier()
         assert world.now_us < since_us + 2 * lookups.WAIT_US, "it asks for ever"
@@ -108,9 +108,9 @@ def test_stores_that_end_one_after_another_hold_up_nobody_for_long() -> None:
     world.assert_answers("second")
 
 
-def test_a_tail_that_is_long_in_being_copied_holds_up_nobody() -> None:
+def test_slow_copy_of_a_tail_delays_no_other() -> None:
     """A few tokens are sooner computed again than waited for: the executor may be long over its copies, and
-    who is next in the queue holds up all behind it."""
+    the next in the queue delays all after it."""
     world = fresh()
     world.ask("first", PROMPT, 9)
     while not (only(world).running and len(only(world).running[0].tokens) > len(PROMPT)):
@@ -121,6 +121,7 @@ def test_a_tail_that_is_long_in_being_copied_holds_up_nobody() -> None:
     preemption.preempt(state, executor, sequence, "for a test", [sequence])
     tail = executor.pool.block_of.get(sequence.tail.key)
     assert tail is not None
+    world.check_every = 0
     executor.pool.begin_copy([tail])  # and nothing comes back
     world.ask("second", PROMPT[::-1], 2)
     for _ in range(2 * lookups.MOST_WAIT_US // 10_000):
@@ -150,7 +151,7 @@ def test_a_late_answer_to_an_earlier_wait_is_not_taken_for_the_present_one() -> 
 
 def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
     world = fresh(blocks=6)
-    world.scheduler.state.prefix_reuse_pm = 0  # nothing is copied that nobody needs
+    world.scheduler.state.prefix_reuse_pm = 0  # only needed blocks are copied
     world.ask("first", [5] * 6, 3)
     world.run()
     assert only(world).pool.dirty_blocks == 2
@@ -161,8 +162,8 @@ def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
 
 
 def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
-    """The tail of a prompt is copied for another choice by the step after the prompt's last chunk. Who
-    computed it may have left by then, and its block may be another's."""
+    """The tail of a prompt is copied for another choice by the step after the prompt's last chunk. The
+    executor that computed it may have left by then, and its block may be another's."""
     world = stored(Limits(overlap="single"))
     executor = only(world)
     world.ask("choices", [50] * 6, 12, n=2)
@@ -171,6 +172,7 @@ def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
     ((source, _),) = executor.fork_copies
     leader = executor.running[0]
     assert leader.table[1] == source
+    world.check_every = 0
     leader.stop_ids = frozenset(range(1_000))
     assert world.deliver()  # the leader ends, the plan with the copy is sent
     assert executor.forked_step == executor.step
@@ -186,7 +188,7 @@ def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
     world.assert_answers("second")
 
 
-def test_a_copy_whose_step_has_not_come_back_is_not_believed() -> None:
+def test_copy_whose_step_has_not_come_back_does_not_count() -> None:
     """That step may have failed."""
     world = fresh()
     world.ask("a", PROMPT, 8)
@@ -212,7 +214,7 @@ def test_a_copy_whose_step_has_not_come_back_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("copied_first", [True, False])
-def test_what_a_failed_step_wrote_into_does_not_come_back_from_below(copied_first: bool) -> None:
+def test_blocks_written_by_a_failed_step_are_not_restored_from_a_tier(copied_first: bool) -> None:
     """Its sequence was paused while it ran. The last block had tokens from before, and the step that failed
     left garbage in all of it: a copy would be believed for as long as a tier keeps it."""
     world = fresh(Limits(overlap="run_ahead"), blocks=6)
@@ -224,7 +226,7 @@ def test_what_a_failed_step_wrote_into_does_not_come_back_from_below(copied_firs
     assert world.deliver()
     assert world.deliver()
     (sequence,), (flight,) = executor.running, executor.in_flight
-    assert (len(sequence.tokens), flight.plan.starts[0]) == (23, 22)  # into the last block, behind two tokens
+    assert (len(sequence.tokens), flight.plan.starts[0]) == (23, 22)  # into the last block, after two tokens
     state.now_us = world.now_us
     preemption.preempt(state, executor, sequence, "for a test", [sequence])
     world.tick(200_000)
@@ -238,7 +240,7 @@ def test_what_a_failed_step_wrote_into_does_not_come_back_from_below(copied_firs
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_trace_of_a_load_that_failed_says_so(late: bool) -> None:
+def test_trace_of_a_failed_load_shows_the_failure(late: bool) -> None:
     world = stored()
     world.ask("second", PROMPT, 2)
     while not world.copies["e1"]:
@@ -276,8 +278,8 @@ def test_a_restore_lasts_from_the_question_to_the_copy_in_the_trace() -> None:
     assert spans[restore.parent].name == "prefill"
 
 
-def test_two_kinds_of_engines_on_a_host_are_asked_for_apart() -> None:
-    """The keys of one say nothing about those of the other."""
+def test_two_kinds_of_engines_on_a_host_are_looked_up_apart() -> None:
+    """The keys of one are unrelated to those of the other."""
     world = stored()
     world.add_engine("e2", epoch=2, kind="g", block_tokens=2, blocks=64)
     lookups = world.tier.counts[KvLookup.__name__]
@@ -293,7 +295,7 @@ def test_two_kinds_of_engines_on_a_host_are_asked_for_apart() -> None:
     world.assert_answers("second")
 
 
-def test_an_engine_that_stores_nothing_asks_for_nothing() -> None:
+def test_engine_that_stores_nothing_makes_no_lookup() -> None:
     world = World(now_us=1_000)
     world.add_engine(bytes_per_block=0)
     world.add_tier(FakeTier(capacity=64))
@@ -302,8 +304,8 @@ def test_an_engine_that_stores_nothing_asks_for_nothing() -> None:
     assert not world.tier.counts
 
 
-def test_of_two_tiers_on_a_host_the_later_counts() -> None:
-    """As for the executors: whatever the earlier says."""
+def test_later_of_two_tiers_on_a_host_counts() -> None:
+    """As for the executors: at any message of the earlier one."""
     world = fresh()
     world.handle(TierReady("k2", 7, "h", 7, ("l1",)))
     world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
@@ -313,7 +315,7 @@ def test_of_two_tiers_on_a_host_the_later_counts() -> None:
     assert world.scheduler.state.tiers.by_host["h"].actor == "k1"
 
 
-def test_a_tier_without_room_is_not_asked_over_and_over_for_those_who_run() -> None:
+def test_tier_without_room_gets_no_repeated_stores_for_running_sequences() -> None:
     """What runs keeps its blocks: there is no hurry to try again."""
     world = fresh(blocks=24)
     world.ask("a", PROMPT, 20)
@@ -322,6 +324,7 @@ def test_a_tier_without_room_is_not_asked_over_and_over_for_those_who_run() -> N
         assert world.deliver_tier() or world.deliver("e1")
     executor = only(world)
     executor.headroom_pm = 1_000
+    world.check_every = 0
     executor.pool.reserve(executor.pool.free_blocks - 2)  # others are promised the rest
     world.tier.no_room = True
     asked_us = world.now_us
@@ -332,8 +335,8 @@ def test_a_tier_without_room_is_not_asked_over_and_over_for_those_who_run() -> N
     assert world.tier.counts["KvReserve"] == 1
 
 
-def test_a_tier_that_was_given_up_and_lives_is_told_what_is_over() -> None:
-    """Else its ranges wait until somebody believes that nobody writes them."""
+def test_living_tier_that_was_given_up_gets_the_ended_jobs() -> None:
+    """Else its ranges wait until the tier takes them for unwritten."""
     world = fresh()
     world.tier.frozen = True
     world.ask("first", PROMPT, 2)
@@ -367,7 +370,7 @@ def test_a_tail_is_of_the_last_pause() -> None:
 @pytest.mark.parametrize("tier", ["tiered", "loadtest.policies:swap"])
 def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
     """Where no step is in flight, nothing but a tick would bring another look."""
-    world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[nobody_forgotten])
+    world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[none_forgotten])
     world.add_engine(blocks=12, slots=6)
     world.add_tier(FakeTier(capacity=64))
     for number in range(6):
@@ -378,7 +381,7 @@ def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
         world.assert_answers(f"r{number}")
 
 
-def test_no_try_of_a_link_is_made_at_the_cost_of_who_is_paused() -> None:
+def test_link_is_not_tried_at_the_cost_of_a_paused_sequence() -> None:
     world = fresh()
     executor, state = only(world), world.scheduler.state
     world.ask("first", PROMPT, 2)

@@ -29,7 +29,7 @@ def test_a_cancel_that_crosses_a_refusal_is_not_for_the_retry() -> None:
     served(world)
 
 
-def test_a_cancel_that_a_service_passes_on_is_behind_its_request() -> None:
+def test_cancel_passed_on_by_a_service_comes_after_its_request() -> None:
     """A tokenizer has given up, and the request never came here."""
     world = World()
     world.add_engine()
@@ -39,7 +39,7 @@ def test_a_cancel_that_a_service_passes_on_is_behind_its_request() -> None:
 
 
 def test_a_cancel_is_not_for_a_request_that_came_to_its_tokenizer_later() -> None:
-    """Every scheduler hears it; the retry comes to another than the one that had the request."""
+    """Every scheduler receives it; the retry comes to another than the one that had the request."""
     world = World()
     world.add_engine()
     world.handle(Arrived("client", CANCEL))
@@ -61,8 +61,8 @@ def test_a_cancel_waits_for_a_request_that_is_still_in_a_queue() -> None:
     assert not world.scheduler.state.tombstones
 
 
-def test_who_has_given_up_says_what_its_client_was_told() -> None:
-    """It may hear the end from here, and nobody has cancelled anything."""
+def test_service_that_gives_up_sends_the_error_that_its_client_got() -> None:
+    """It may get the end from here, and no client has cancelled anything."""
     world = World()
     world.add_engine()
     world.ask("a", [5, 6], 3)

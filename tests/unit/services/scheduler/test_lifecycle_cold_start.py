@@ -25,7 +25,7 @@ def closed(world: World, request: str) -> Close:
     return reader.closed
 
 
-def test_without_the_setting_a_request_is_refused_at_once() -> None:
+def test_request_is_refused_at_once_without_the_setting() -> None:
     world = World()
     world.ask("a", PROMPT, 4)
     assert [(r.code, r.retry_after_ms) for r in world.rejected] == [(503, 1_000)]

@@ -1,4 +1,4 @@
-"""A cancel gives memory back at once, behind the fence: when the steps in flight have answered, no block
+"""A cancel gives memory back at once, after the fence: when the steps in flight have answered, no block
 and no slot of the request is held. With the default window that is two steps."""
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ def test_the_other_choices_of_a_request_end_with_the_one_that_failed() -> None:
 
 
 @pytest.mark.parametrize(("why", "code", "cached"), [("NaN", 500, 0), (f"{ROW_REFUSED}mild", 400, 12)])
-def test_nobody_begins_with_what_a_sequence_that_failed_has_computed(
-    why: str, code: int, cached: int
-) -> None:
+def test_no_sequence_starts_from_blocks_of_a_failed_sequence(why: str, code: int, cached: int) -> None:
     world = World()
     world.add_engine()
     prompt = list(range(5, 18))

@@ -1,4 +1,4 @@
-"""The door judges a request by who is before it in its own class and above, not by the whole queue."""
+"""The door judges a request by the requests before it in its own class and above, not by the whole queue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch_world(slots: int, running: int, waiting: int) -> World:
 
 
 def test_lower_classes_that_run_are_not_ahead() -> None:
-    """They give their places up: nothing is quicker than to try."""
+    """They give their places up: trying is the fastest."""
     for slo_class in ("interactive", "standard"):
         world = batch_world(slots=4, running=4, waiting=1)
         world.ask("late", [9] * 6_000, 5, slo_class=slo_class)
@@ -53,7 +53,7 @@ def test_lower_classes_that_run_are_not_ahead() -> None:
         assert "late" in [s.request.tokenized.request for s in executor.running]
 
 
-def test_who_runs_and_gives_no_place_up_is_ahead() -> None:
+def test_running_sequence_that_keeps_its_place_counts_as_ahead() -> None:
     """One of its own class; one of a lower class that has risen, or is pinned."""
     for why in ("class", "risen", "pinned"):
         world = batch_world(slots=2, running=2, waiting=1)
@@ -63,6 +63,7 @@ def test_who_runs_and_gives_no_place_up_is_ahead() -> None:
             world.deliver()
         first = next(s for s in executor.running if s.level == 0)
         if why != "class":
+            world.check_every = 0
             preemption.withdraw(world.scheduler.state, first, 0)
             (left,) = executor.running
             left.level, left.pinned = (0, False) if why == "risen" else (2, True)

@@ -33,7 +33,7 @@ def test_a_token_that_the_weights_lack_is_refused(
 
 
 @pytest.mark.parametrize(("most", "refused"), [((0,), False), ((3,), False), ((2,), True), ((2, 4), False)])
-def test_stop_ids_are_those_that_an_engine_has_room_for(most: tuple[int, ...], refused: bool) -> None:
+def test_stop_ids_are_bounded_by_the_engines_room(most: tuple[int, ...], refused: bool) -> None:
     world = World()
     for i, each in enumerate(most):
         world.add_engine(f"e{i}", max_stop_ids=each)

@@ -1,4 +1,4 @@
-"""How long an answer may be where nobody says: as long as what the executors hold."""
+"""How long an answer may be where no field states it: as long as what the executors hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def world(blocks: int = 8, max_context: int = 64) -> World:
     [(5, 1, 27), (31, 1, 1), (5, 2, 11), (9, 2, 11), (8, 4, 4), (9, 4, 3)],
     ids=str,
 )
-def test_a_length_that_nobody_asked_for_is_what_fits(prompt: int, n: int, length: int) -> None:
+def test_unstated_length_is_the_largest_that_fits(prompt: int, n: int, length: int) -> None:
     """8 blocks of 4 tokens; choices share the full blocks of their prompt."""
     made = world()
     made.ask("a", list(range(1, prompt + 1)), 1_000, n=n, open_end=True)
@@ -37,7 +37,7 @@ def test_a_length_that_nobody_asked_for_is_what_fits(prompt: int, n: int, length
     made.assert_idle()
 
 
-def test_a_length_that_was_asked_for_is_refused_where_it_does_not_fit() -> None:
+def test_stated_length_is_refused_where_it_does_not_fit() -> None:
     made = world()
     made.ask("a", [1] * 5, 28)
     made.ask("b", [1] * 32, 1_000, open_end=True)
@@ -91,7 +91,7 @@ def test_a_request_that_goes_on_elsewhere_is_fitted_there_and_loses_nothing() ->
     n=st.integers(1, 5),
     prompt=st.integers(1, 40),
 )
-def test_what_is_fitted_fits_and_a_token_more_does_not(
+def test_fitted_length_fits_and_a_token_more_does_not(
     blocks: int, block_tokens: int, context: int, n: int, prompt: int
 ) -> None:
     made = World()

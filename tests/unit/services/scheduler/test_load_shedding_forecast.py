@@ -32,7 +32,7 @@ def ttft_us(world: World, level: int = 1) -> int:
     return load_shedding.ttft_us(world.scheduler.state, world.asked["asked"], level)
 
 
-def test_nothing_is_predicted_from_nothing() -> None:
+def test_forecast_is_absent_without_measurements() -> None:
     assert ttft_us(busy_world(10, known=False)) == 0
 
 
@@ -84,7 +84,7 @@ def refused(world: World, prompt: int = 10) -> list[str]:
 
 
 def hopeless(seconds_per_token: int) -> World:
-    """An idle world in which somebody believes that a token takes so long; a first token may take 60 s."""
+    """An idle world with a measured time a token of so long; a first token may take 60 s."""
     world = World(Limits(classes=requests.parse("standard=60000/100/0")))
     world.add_engine(slots=2)
     (executor,) = world.scheduler.state.executors.values()
@@ -92,14 +92,14 @@ def hopeless(seconds_per_token: int) -> World:
     return world
 
 
-def test_nobody_is_refused_while_nobody_is_ahead() -> None:
+def test_first_request_is_never_refused_by_the_forecast() -> None:
     world = hopeless(100)
     assert refused(world) == []
     world.run()
     world.assert_answers("late")
 
 
-def test_whoever_comes_behind_another_is_refused_by_the_forecast() -> None:
+def test_request_after_another_of_its_tenant_is_refused_by_the_forecast() -> None:
     """And of a tenant that waits already: one that waits for nothing always may."""
     world = hopeless(100)
     for name in ("first", "second", "third"):  # two run
@@ -108,7 +108,7 @@ def test_whoever_comes_behind_another_is_refused_by_the_forecast() -> None:
 
 
 def test_a_speed_below_a_token_a_second_is_a_speed() -> None:
-    """10 prompt tokens of 100 s each behind 2, after steps with 8: 1,200 s and a loop, and no more."""
+    """10 prompt tokens of 100 s each before it, after steps with 8: 1,200 s and a loop, and no more."""
     world = hopeless(100)
     world.ask("first", [5] * 10, 20)
     assert [sum(plan.counts) for plan in world.plans] == [4, 4]
@@ -119,7 +119,7 @@ def test_a_speed_below_a_token_a_second_is_a_speed() -> None:
 
 
 def test_one_stall_does_not_make_every_wait_for_a_slot_long() -> None:
-    """One that waits for a slot waits for the steps of who holds it: one took 20 s in place of 1 ms."""
+    """One that waits for a slot waits for the steps of its holder: one took 20 s in place of 1 ms."""
     world = busy_world(1)
     (executor,) = world.scheduler.state.executors.values()
     before_us = ttft_us(world)

@@ -19,7 +19,7 @@ PROMPT = [*range(5, 14)]
 
 
 def of_kinds(*digests: str, **limits: object) -> World:
-    """Executors e1, e2, ... with these model digests, that said hello in this order."""
+    """Executors e1, e2, ... with these model digests, that sent hello in this order."""
     world = World(Limits(**limits))  # type: ignore[arg-type]  # test shorthand
     for i, digest in enumerate(digests, 1):
         world.add_engine(f"e{i}", kind=f"kv-{digest}", digest=digest)
@@ -37,19 +37,21 @@ def deliver(world: World, count: int) -> None:
 
 
 def again(world: World, name: str) -> None:
-    """An engine that is kept out says hello once more, as it does each second."""
+    """An engine that is kept out sends hello once more, as it does each second."""
     world.handle(Arrived(f"executor.{name}", world.engines[name].hello))
 
 
-def test_an_executor_of_another_kind_stays_out_and_is_told_why() -> None:
+def test_executor_of_another_kind_stays_out_and_gets_the_reason() -> None:
     world = of_kinds("aaa", "bbb", "aaa")
     again(world, "e2")
     assert serving(world) == ["e1", "e3"]
     assert list(world.refusals) == ["e2"]
     assert "its model digest is bbb, and e1, e3 of 'm' has aaa: start it with" in world.refusals["e2"]
     assert "--accept-mixed" in world.refusals["e2"]
-    told = status.status(world.scheduler.state)["kept_out"]
-    assert told == {"e2": {"model": "m", "dtype": "f32", "model_digest": "bbb", "why": world.refusals["e2"]}}
+    kept_out = status.status(world.scheduler.state)["kept_out"]
+    assert kept_out == {
+        "e2": {"model": "m", "dtype": "f32", "model_digest": "bbb", "why": world.refusals["e2"]}
+    }
     for i in range(12):
         world.ask(f"r{i}", PROMPT, 6, seed=i)
     world.run()
@@ -114,7 +116,7 @@ def test_a_restart_under_the_same_name_may_bring_other_weights() -> None:
 
 
 def test_a_reset_hands_nothing_over() -> None:
-    """Its process lives, and says hello at once."""
+    """Its process lives, and sends hello at once."""
     world = of_kinds("aaa", "bbb")
     world.handle(StreamLost("executor.e1"))
     again(world, "e2")
@@ -146,7 +148,7 @@ def test_each_model_has_a_kind_of_its_own() -> None:
     assert serving(world) == ["e1", "x"]
 
 
-def test_who_has_tokens_ends_with_an_error_and_who_has_none_starts_over() -> None:
+def test_request_with_tokens_ends_with_an_error_and_one_without_starts_over() -> None:
     world = of_kinds("aaa", "bbb")
     world.ask("begun", PROMPT, 12)
     deliver(world, 3)
@@ -191,13 +193,13 @@ def test_one_with_checkpoints_starts_over_with_tokens_of_its_kind() -> None:
     """It is opened as a new attempt without tokens, and its detokenizer gets the request again."""
     for digest, attempt, kept in (("aaa", 1, set[int]()), ("bbb", 2, {2})):
         world = of_kinds("aaa")
-        heard = listening(world)
+        listener = listening(world)
         asked = dataclasses.replace(resumed(digest, [7, 8]), checkpoints="c")
         world.handle(Arrived("detokenizer.d1", asked))
         (reader,) = world.readers_of("r")
         assert (reader.opened.attempt, len(reader.opened.tokens)) == (attempt, 2 if digest == "aaa" else 0)
-        assert {message.attempt for message in heard} == kept
-        assert all(list(message.tokens) == PROMPT and not message.generated for message in heard)
+        assert {message.attempt for message in listener} == kept
+        assert all(list(message.tokens) == PROMPT and not message.generated for message in listener)
         world.run()
         assert reader.closed is not None
         assert (reader.closed.reason, len(reader.tokens)) == ("length", 12)
@@ -217,8 +219,8 @@ def listening(world: World) -> list[Tokenized]:
     return kept
 
 
-def test_its_detokenizer_knows_who_has_computed_a_request() -> None:
-    """Should this scheduler die, it tells the next one."""
+def test_detokenizer_has_the_kind_that_computed_its_request() -> None:
+    """Should this scheduler die, it names the kind to the next one."""
     world = of_kinds("aaa", "bbb")
     kept = listening(world)
     world.ask("r", PROMPT, 12)
@@ -241,7 +243,7 @@ def test_the_state_with_its_kinds_can_be_frozen() -> None:
 def test_no_sequence_ever_goes_on_with_tokens_of_another_kind(data: st.DataObject) -> None:
     """Executors of three kinds come, die and drain; small, so that sequences are paused as well."""
     world = World(Limits(accept_mixed=data.draw(st.booleans())))
-    computed_by: dict[int, str] = {}  # sequence -> digest of who has generated tokens of it
+    computed_by: dict[int, str] = {}  # sequence -> digest of the model that has generated tokens of it
     digests: dict[str, str] = {}
     carry_out = world._carry_out
 

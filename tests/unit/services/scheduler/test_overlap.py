@@ -94,7 +94,7 @@ def test_a_mode_is_left_for_one_percent_at_least() -> None:
 
 
 def test_rows_that_end_unforeseen_are_computed_once_more_for_each_step_ahead() -> None:
-    """One row in four is an answer's last, and nobody knew: of five rows one is for nothing."""
+    """One row in four is an answer's last, and that was unknown: of five rows one is for nothing."""
     costs = Known(FLAT, loop_us=500)
     cut = dataclasses.replace(load(100, 0, 0), early_end_share=0.25)
     assert rate("run_ahead", cut, costs) == 100 * 10**9 // 2_000 * 4 // 5
@@ -216,7 +216,7 @@ def test_two_batch_with_one_half_empty_goes_on() -> None:
     world.assert_idle()
 
 
-def test_time_without_work_is_nobodys_slowness() -> None:
+def test_time_without_work_counts_as_no_slowness() -> None:
     """An answer is cancelled, the next request comes ten seconds later: the gap is in no mode's speed."""
     pace = StepPace(mode="run_ahead")
     pace.note(1, 1, 1_000, 10_000, busy=True)

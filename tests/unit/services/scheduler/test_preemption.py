@@ -1,4 +1,4 @@
-"""Who is paused, when and why; and what must not wait for want of another event."""
+"""Which sequences are paused, when and why; and what must not wait for want of another event."""
 
 from __future__ import annotations
 
@@ -57,16 +57,18 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
     assert decision.what == "preempt"
     assert "class interactive needs room; latest of 2: seq 1 (batch" in decision.why
     world.ask("another", [8] * 4, 12, slo_class="standard")
-    assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), "nobody for one of the same class"
+    assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), (
+        "no sequence for one of the same class"
+    )
     world.run()
     for name in ("batch", "standard", "now", "another"):
         world.assert_answers(name)
 
 
 @pytest.mark.parametrize("overlap", ["single", "run_ahead", "two_batch"])
-def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: str) -> None:
+def test_sequence_that_takes_a_place_with_no_step_in_flight_starts_at_once(overlap: str) -> None:
     """Found by the machine: the result that let a higher class pause the only one that ran was the last
-    event; nothing was in flight, so nothing came that would have started anybody."""
+    event; nothing was in flight, so nothing came that would have started a sequence."""
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), overlap=overlap))
     world.add_engine(blocks=8, slots=3)
     world.ask("first", [4] * 4, 2, slo_class="interactive")  # 2 blocks
@@ -78,7 +80,7 @@ def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: st
     world.assert_idle()
 
 
-def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
+def test_sequence_whose_last_token_is_in_flight_needs_no_block() -> None:
     """Its KV ends at a block boundary: the token after it is the last, and is never computed."""
     world = World(Limits(classes=NEVER, window=4, overlap="run_ahead"))
     world.add_engine()
@@ -90,7 +92,7 @@ def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
     world.assert_answers("ends")
 
 
-def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
+def test_request_that_only_a_draining_executor_could_hold_delays_no_other() -> None:
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve", routing="room")))
     world.add_engine("large", blocks=16, slots=1)
     world.add_engine("little", blocks=4, slots=1)
@@ -103,7 +105,7 @@ def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
     ]
 
 
-def test_a_new_incarnation_with_the_same_numbers_takes_who_waits() -> None:
+def test_new_incarnation_with_the_same_numbers_takes_the_waiting_request() -> None:
     """Admission remembers what it saw when the first had to wait; an executor that has done nothing yet
     looks the same before and after its restart."""
     world = World(Limits(classes=NEVER))
@@ -142,7 +144,7 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
     return world, most, spare
 
 
-def test_a_greedy_admission_keeps_nothing_free_and_spares_nobody() -> None:
+def test_greedy_admission_keeps_nothing_free_and_spares_no_sequence() -> None:
     _, pauses_most, spare = three_at_once(Policy(reservation="on_demand", tier=f"{OURS}recompute"))
     assert (pauses_most, spare > 0) == (0, True)
     _, pauses_most, spare = three_at_once(Policy(reservation=f"{OURS}greedy", tier=f"{OURS}recompute"))
@@ -156,7 +158,7 @@ def test_admission_by_the_chunk_pauses_within_prompts(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("tier", "again"), [(f"{OURS}recompute", False), (f"{OURS}forget", True)])
-def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: str, again: bool) -> None:
+def test_blocks_of_a_paused_sequence_are_forgotten_under_the_forget_policy(tier: str, again: bool) -> None:
     world, _, _ = three_at_once(Policy(reservation=f"{OURS}greedy", tier=tier))
     hits = [
         dict(decision.numbers)["hit_tokens"]
@@ -171,7 +173,7 @@ def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: 
 
 
 @pytest.mark.parametrize("kv", [f"{OURS}greedy", "on_demand"])
-def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
+def test_no_sequence_starts_on_a_place_that_a_row_of_the_next_step_needs(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, found = admission._start, list[int]()
@@ -193,7 +195,7 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
         executor.headroom_pm = 0
     for number in range(12):
         world.assert_answers(f"r{number}")
-    assert len(found) > 12, "nobody came back"
+    assert len(found) > 12, "no client came back"
     assert any(found), "no row needed a place when another started"
 
 
@@ -202,7 +204,7 @@ class EndlessError(Exception):
 
 
 def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple[int, int]]:
-    """Of each sequence within each event, from now on."""
+    """Count the pauses of each sequence within each event, from now on."""
     pause, counts = preemption.preempt, Counter[tuple[int, int]]()
 
     def counted(
@@ -219,10 +221,10 @@ def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple
 
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("overlap", ["single", "run_ahead"])
-def test_who_was_paused_does_not_take_its_place_back_from_whom_it_was_paused_for(
+def test_paused_sequence_does_not_take_its_place_back_from_the_one_it_was_paused_for(
     kv: str, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its tenant nothing runs then: so it came first, was paused again for the same one, and so on."""
+    """Nothing of its tenant runs then: so it came first, was paused again for the same one, and so on."""
     world = World(Limits(classes=NEVER, overlap=overlap, policy=Policy(reservation=kv)))
     counts = count_pauses(monkeypatch, world)
     world.add_engine(slots=2, blocks=64)
@@ -258,13 +260,13 @@ def any_history(world: World, dice: random.Random) -> list[str]:
 
 @pytest.mark.parametrize("any_order", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_within_one_event_nobody_is_paused_twice(
+def test_no_sequence_is_paused_twice_within_one_event(
     seed: int, any_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where the queue has no order at all."""
     dice = random.Random(seed)
 
-    def anybody(waiting: WaitingQueue, model: str, running: object = None) -> SequenceGroup | None:
+    def any_group(waiting: WaitingQueue, model: str, running: object = None) -> SequenceGroup | None:
         groups = [group for group in waiting if not group.parked]
         return dice.choice(groups) if groups else None
 
@@ -275,7 +277,7 @@ def test_within_one_event_nobody_is_paused_twice(
     )  # fmt: skip
     world = World(limits)
     if any_order:
-        monkeypatch.setattr(WaitingQueue, "first", anybody)
+        monkeypatch.setattr(WaitingQueue, "first", any_group)
     counts = count_pauses(monkeypatch, world)
     asked = any_history(world, dice)
     assert max(counts.values(), default=1) == 1
@@ -285,7 +287,7 @@ def test_within_one_event_nobody_is_paused_twice(
 
 
 def paused(world: World) -> dict[str, int]:
-    """Pauses so far of who is here."""
+    """Pauses so far of the present sequences."""
     sequences = world.scheduler.state.sequences.values()
     return {s.request.tokenized.request: s.preemptions for s in sequences if s.preemptions}
 
@@ -323,7 +325,7 @@ def test_a_newcomer_takes_one_place_on_one_executor() -> None:
         world.assert_answers(name)
 
 
-def test_a_unit_with_room_on_its_way_elsewhere_takes_nobodys_place() -> None:
+def test_group_with_room_on_its_way_elsewhere_takes_no_place() -> None:
     """The second executor has the place as soon as its steps are back; on the first it would be taken from
     one of class batch."""
     world = World(Limits(classes=NEVER, window=2))
@@ -340,7 +342,7 @@ def test_a_unit_with_room_on_its_way_elsewhere_takes_nobodys_place() -> None:
         world.assert_answers(name)
 
 
-def test_nobody_is_paused_for_blocks_that_would_not_come_free() -> None:
+def test_no_sequence_is_paused_for_blocks_that_would_not_come_free() -> None:
     """All of one prefix, which one of a higher class holds, too: what the others hold alone is too little."""
     world = World(Limits(classes=NEVER, window=1))
     world.add_engine(slots=8, blocks=30, max_context=100)
@@ -381,7 +383,7 @@ def newcomers(world: World, until: str, prompt: int = 4, tokens: int = 3) -> lis
 
 @pytest.mark.parametrize("kv", ["on_demand", f"{OURS}greedy"])
 def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
-    """Pauses for a tenant of which nothing runs pin nobody who goes on in between."""
+    """Pauses for a tenant of which nothing runs pin no sequence that goes on in between."""
     world = World(Limits(classes=NEVER, window=2, policy=Policy(reservation=kv)))
     world.add_engine(slots=4, blocks=4_000, max_context=800)
     for i in range(8):
@@ -396,7 +398,7 @@ def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["tiered", f"{OURS}forget"])
-def test_who_is_paused_for_newcomers_again_and_again_ends_all_the_same(tier: str) -> None:
+def test_sequence_paused_for_newcomers_again_and_again_still_ends(tier: str) -> None:
     """It has more than an equal part of the blocks, and computes four tokens a step: with `forget` it is
     paused before it is through with what it has lost, and after three times for nothing it stays."""
     world = World(Limits(classes=NEVER, window=1, step_tokens=4, policy=Policy(tier=tier)))
@@ -411,8 +413,8 @@ def test_who_is_paused_for_newcomers_again_and_again_ends_all_the_same(tier: str
     world.assert_idle()
 
 
-def test_those_that_had_their_turn_give_way_to_newcomers_first() -> None:
-    """Who was paused runs for as long as it had waited before it is paused again: so each of them goes on,
+def test_sequences_that_had_their_turn_give_way_to_newcomers_first() -> None:
+    """A paused sequence runs for as long as it had waited before it is paused again: so each of them goes on,
     where the latest would be paused each time."""
     world = World(Limits(classes=NEVER, window=1))
     world.add_engine(slots=3, blocks=4_000, max_context=800)

@@ -26,7 +26,7 @@ class Row:
 
 
 def played(rows: list[Row]) -> int:
-    """The most blocks beyond the present ones that all need at one time: a row ends behind its last token."""
+    """The most blocks beyond the present ones that all need at one time: a row ends after its last token."""
     peak = 0
     for step in range(1, max((row.most - row.length for row in rows), default=0) + 1):
         alive = [row for row in rows if row.most - row.length >= step]
@@ -48,7 +48,7 @@ def some_rows(draw: st.DrawFn) -> list[Row]:
 
 
 @given(some_rows())
-def test_it_is_enough_and_at_most_a_block_a_row_too_much(rows: list[Row]) -> None:
+def test_headroom_is_enough_and_at_most_a_block_a_row_too_much(rows: list[Row]) -> None:
     ends = [preemption._End(r.most - r.length, r.blocks * BLOCK - r.length, r.blocks * BLOCK) for r in rows]
     kept = preemption._peak_blocks(ends, BLOCK, 0)
     assert played(rows) <= kept <= played(rows) + len(rows)
@@ -64,7 +64,7 @@ def crowd(kv: str) -> World:
     return world
 
 
-def test_who_is_foreseen_is_never_paused() -> None:
+def test_sequence_foreseen_by_the_headroom_is_never_paused() -> None:
     assert crowd("on_demand").scheduler.state.counters.preemptions > 0
     world = crowd("foreseen")
     assert world.scheduler.state.counters.preemptions == 0

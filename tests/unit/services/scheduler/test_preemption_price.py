@@ -34,7 +34,7 @@ def price_of(executor: Executor, sequence: Sequence) -> int:
 
 
 @pytest.mark.parametrize(("victim", "stays"), [("latest", "short"), ("cheapest", "long")])
-def test_the_cheapest_pause_is_chosen_whatever_came_last(victim: str, stays: str) -> None:
+def test_cheapest_pause_is_chosen_over_the_latest(victim: str, stays: str) -> None:
     world, executor = two_jobs(victim)
     world.ask("now", [7] * 26, 2, slo_class="interactive")
     running = {s.request.tokenized.request for s in executor.running}
@@ -64,7 +64,7 @@ def test_blocks_that_a_tier_holds_need_no_copy_down() -> None:
     assert price_of(executor, long) < before
 
 
-def test_a_lower_class_is_first_whatever_it_costs() -> None:
+def test_lower_class_is_paused_first_at_any_cost() -> None:
     _, executor = two_jobs("cheapest")
     short, long = executor.running
     short.level, short.preempt_price, long.preempt_price = 0, 1, 1_000

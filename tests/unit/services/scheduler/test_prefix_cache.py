@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.scheduler.world import RESERVE, World
 
+from services.scheduler.state import invariants
 from services.scheduler.state.state import Limits
 
 BT = 4  # block_tokens of these engines
@@ -37,7 +38,7 @@ class Trie:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_cached_tokens_are_those_of_a_trie(seed: int) -> None:
+def test_cached_tokens_equal_a_tries(seed: int) -> None:
     dice, trie, world = random.Random(seed), Trie(), World()
     world.add_engine(blocks=4_000, slots=4)
     for i in range(60):
@@ -166,3 +167,17 @@ def test_many_long_hits_at_once_travel_in_several_plans(monkeypatch: pytest.Monk
     assert max(len(plan.table_blocks) for plan in world.plans) <= 8
     for name in world.asked:
         world.assert_answers(name)
+
+
+def test_sequence_keys_its_blocks_for_its_executor_when_another_kind_was_asked_last() -> None:
+    """Two kinds with blocks of other sizes: admission asks both, and starts on the first."""
+    world = World(Limits(accept_mixed=True))
+    world.add_engine("e1", kind="f4", digest="a", blocks=64, block_tokens=4)
+    world.add_engine("e2", kind="f8", digest="b", blocks=8, block_tokens=8)
+    for number in range(2):
+        world.ask(f"r{number}", [*range(1, 18)], 9)
+        assert [e.running != [] for e in world.scheduler.state.executors.values()] == [True, False]
+        invariants.check(world.scheduler.state)
+        world.run()
+        world.assert_answers(f"r{number}")
+    assert [cached(world, f"r{number}") for number in range(2)] == [0, 16]

@@ -28,8 +28,8 @@ def budget(
     classes: tuple[str, str] = ("interactive", "interactive"),
     **more: int,
 ) -> int:
-    """The chunk budget beside so many decodes: 100 ms between tokens. Very much waits, unless `each` says how
-    long a prompt is. `classes` of the decodes and of the prompts."""
+    """The chunk budget beside so many decodes: 100 ms between tokens. Very much waits, unless `each` states
+    how long a prompt is. `classes` of the decodes and of the prompts."""
     world = World(Limits(step_tokens=more.get("step_tokens", 4_096), classes=parse(CLASSES)))
     world.add_engine(slots=256, blocks=2_048, max_step_tokens=4_096, block_tokens=16, max_context=4_096)
     (executor,) = world.scheduler.state.executors.values()
@@ -73,7 +73,7 @@ def test_a_tile_that_would_break_the_promise_is_left_out() -> None:
     assert budget(68, micro_batch=0) == 448 - 68
 
 
-def test_where_decodes_alone_take_longer_prompts_go_on_beside_them() -> None:
+def test_prompts_go_on_beside_decodes_that_alone_take_longer() -> None:
     # 200 decodes take 200 ms where 100 were promised, a prompt of 40 tokens waits: 200 + 100 + 200 * 0.04 ms
     assert budget(200, model=SLOW, each=40) == 104
     assert budget(200, step_tokens=201) == 16  # one block, though the step is full of decodes
@@ -105,7 +105,7 @@ def test_alone_it_may_take_half_a_second() -> None:
     assert budget(0) == 4_096
 
 
-def test_while_little_waits_a_step_takes_twice_as_long_as_decodes() -> None:
+def test_step_takes_twice_as_long_as_decodes_while_little_waits() -> None:
     # 64 decodes take 6.4 ms, and with a prompt 12.8: a tile of 64 beside them
     assert budget(64, each=64) == 128 - 64
 
@@ -115,7 +115,7 @@ def test_the_more_waits_the_longer_a_step_may_take() -> None:
     assert budget(64, each=2_000) == 512 - 64
 
 
-def test_what_waits_comes_in_steps_of_one_length() -> None:
+def test_waiting_prompts_come_in_steps_of_one_length() -> None:
     # 192 decodes leave 192 tokens of 38.4 ms; 200 take two steps: of 100, so in tiles 320 and not 384 and 256
     assert budget(192, each=200) == 320 - 192
     assert budget(192, each=192) == 384 - 192

@@ -82,7 +82,7 @@ def test_one_that_was_compiled_before_is_not_awaited(world: World) -> None:
     assert slots_of(world, "late")[0].compiles_grammar
 
 
-def test_those_that_are_compiled_have_the_same_numbers_in_each_process(world: World) -> None:
+def test_compiled_grammars_have_the_same_numbers_in_each_process(world: World) -> None:
     """Event logs hold the state: Python's own hash of a text differs from process to process."""
     world.ask("first", PROMPT, 2, grammar="g")
     ready(world, *slots_of(world, "first"))
@@ -90,7 +90,7 @@ def test_those_that_are_compiled_have_the_same_numbers_in_each_process(world: Wo
     assert world.scheduler.state.executors["e1"].grammars == {number: True}
 
 
-def test_one_whose_engine_had_a_fault_is_awaited(world: World) -> None:
+def test_grammar_of_a_failed_engine_is_awaited(world: World) -> None:
     world.ask("first", PROMPT, 2, grammar="g")
     (first,) = slots_of(world, "first")
     news = GrammarReady(slot=first.slot, generation=first.generation, compile_us=0)
@@ -137,7 +137,7 @@ def test_choices_wait_with_the_first_of_them(world: World) -> None:
     world.assert_idle()
 
 
-def test_on_another_executor_it_is_compiled_again(world: World) -> None:
+def test_grammar_is_compiled_again_on_another_executor(world: World) -> None:
     world.ask("structured", PROMPT, 3, grammar="g")
     world.run()
     (waiting,) = slots_of(world, "structured")
@@ -163,7 +163,7 @@ def test_a_cancel_and_a_time_limit_wait_for_no_grammar(world: World) -> None:
     world.assert_idle()
 
 
-def test_of_an_executor_that_says_nothing_rows_are_planned_at_once() -> None:
+def test_rows_are_planned_at_once_on_an_executor_without_grammar_reports() -> None:
     world = World()
     world.add_engine()
     world.ask("structured", PROMPT, 3, grammar="g")

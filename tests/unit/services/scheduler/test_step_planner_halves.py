@@ -1,4 +1,4 @@
-"""Which steps come in two halves: as the executor and the setting say, and never decodes alone."""
+"""Which steps come in two halves: as the executor and the setting decide, and never decodes alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from services.scheduler.state.state import Limits
 
 
 def decisions(comm: str, since_tokens: int) -> list[tuple[int, bool]]:
-    """Of a prompt of 20 tokens in chunks of 8, and three decodes: tokens and decision of every step."""
+    """The steps of a prompt of 20 tokens in chunks of 8, and three decodes: tokens and decision of every
+    step."""
     world = World(Limits(overlap="single", comm=comm))
     world.add_engine(max_step_tokens=8, two_stream_tokens=since_tokens)
     world.ask("a", list(range(10, 30)), 4)
@@ -24,7 +25,7 @@ def decisions(comm: str, since_tokens: int) -> list[tuple[int, bool]]:
         ("auto", 8, [True, True, False]),
         ("auto", 4, [True, True, True]),
         ("auto", 9, [False, False, False]),
-        ("auto", 0, [False, False, False]),  # one rank: nobody to talk to
+        ("auto", 0, [False, False, False]),  # one rank: no peer
         ("off", 4, [False, False, False]),
         ("two_stream", 1 << 30, [True, True, True]),
         ("two_stream", 0, [False, False, False]),

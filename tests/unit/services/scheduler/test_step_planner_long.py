@@ -1,4 +1,4 @@
-"""What a long request makes the scheduler say fits the wire, and holds up nobody."""
+"""The messages of a long request fit the wire, and delay no other."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def test_a_long_table_does_not_wait_for_a_step_in_which_no_decode_grows(
 
 
 def _has_chunk(plan: StepPlan, at_least: int) -> bool:
-    """Whether a row of the prompt that begins behind so many cached tokens is in the plan."""
+    """Whether a row of the prompt that begins after so many cached tokens is in the plan."""
     chunks = zip(plan.starts, plan.from_device, strict=True)
     return any(not fed and start >= at_least for start, fed in chunks)

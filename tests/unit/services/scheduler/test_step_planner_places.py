@@ -35,7 +35,7 @@ def short() -> World:
         world.ask(request, prompt, 8)
     while not world.scheduler.state.counters.preemptions:
         executor.pace.step_us, executor.down.store_us = STEP_US, STORE_US
-        assert world.deliver_tier() or world.deliver(), "nobody was paused"
+        assert world.deliver_tier() or world.deliver(), "no sequence was paused"
     return world
 
 
@@ -54,7 +54,7 @@ def test_a_row_is_in_the_step_for_which_its_place_comes_in_time(short: World) ->
     assert short.scheduler.state.counters.recomputed_tokens == 0
 
 
-def test_nobody_starts_on_places_that_a_step_waits_for(short: World) -> None:
+def test_no_sequence_starts_on_places_that_a_step_waits_for(short: World) -> None:
     executor = only(short)
     while executor.awaits_copies:
         assert len(executor.running) == 1
@@ -87,7 +87,7 @@ LOOP_US = 100
 
 @pytest.fixture
 def ahead() -> World:
-    """Steps run ahead; somebody has just been paused while one is in flight."""
+    """Steps run ahead; a sequence has just been paused while one is in flight."""
     limits = Limits(overlap="run_ahead", window=2)
     world = World(
         replace(limits, policy=replace(limits.policy, reservation="loadtest.policies:greedy")), now_us=1_000
@@ -97,7 +97,7 @@ def ahead() -> World:
     for number in range(4):
         world.ask(f"r{number}", [number + 3] * 6, 18)
     while not world.scheduler.state.counters.preemptions:
-        assert world.deliver_tier() or world.deliver(), "nobody was paused"
+        assert world.deliver_tier() or world.deliver(), "no sequence was paused"
     return world
 
 
@@ -146,9 +146,9 @@ def test_a_plan_waits_for_a_copy_that_is_over_before_the_step_that_runs(ahead: W
     assert not are_copies_ending(state, executor, 1), "the device would stand still"
 
 
-def test_who_was_paused_knows_where_its_blocks_are_before_its_turn(ahead: World) -> None:
+def test_paused_sequence_has_its_blocks_located_before_its_turn(ahead: World) -> None:
     state = ahead.scheduler.state
     while not any(group.resumes and group.lookup_results for group in state.waiting):
-        assert ahead.deliver_tier() or ahead.deliver_copy() or ahead.deliver(), "nobody asked"
+        assert ahead.deliver_tier() or ahead.deliver_copy() or ahead.deliver(), "no lookup was made"
     (group,) = [group for group in state.waiting if group.resumes and group.lookup_results]
     assert not group.lookup_since_us, "it asked at its turn"

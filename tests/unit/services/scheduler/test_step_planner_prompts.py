@@ -1,5 +1,5 @@
 """Among prompts those that have begun go first; one that starts on cached blocks has not begun by that. The
-one that was placed first comes to its end, whoever goes before it.
+one that was placed first comes to its end, at any order of the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def small_steps() -> World:
 
 def crowd(world: World, until: str, streams: list[tuple[str, str]], most: int = 300) -> int:
     """Streams of a tenant and a class, each of which asks for one prompt of 24 tokens after the other:
-    together more than all steps hold. The steps until somebody's first token."""
+    together more than all steps hold. The steps until any first token."""
     asked: dict[int, str] = {}
     for step in range(most):
         if until in world.accepted and world.readers_of(until)[0].tokens:
@@ -62,7 +62,7 @@ def crowd(world: World, until: str, streams: list[tuple[str, str]], most: int = 
 LATE_STEPS = step_planner.LATE_US // STEP_US
 
 
-def test_prompts_of_one_tenant_do_not_starve_behind_tenants_that_ask_one_at_a_time() -> None:
+def test_prompts_of_one_tenant_do_not_starve_after_tenants_with_one_request_each() -> None:
     world = small_steps()
     streams = [(f"t{i}", "standard") for i in range(6)]
     crowd(world, "", streams, 10)
@@ -75,7 +75,7 @@ def test_prompts_of_one_tenant_do_not_starve_behind_tenants_that_ask_one_at_a_ti
     assert crowd(world, "a2", streams) <= each
 
 
-def test_a_prompt_that_has_begun_does_not_starve_behind_a_higher_class() -> None:
+def test_started_prompt_does_not_starve_after_a_higher_class() -> None:
     world = small_steps()
     world.ask("long", [7] * 60, 4)
     part = STEP_TOKENS // step_planner.LATE_PART
@@ -99,7 +99,7 @@ def test_prompts_of_many_tenants_are_computed_one_after_the_other() -> None:
     assert all(end <= 4 * (i + 1) for i, end in ends.items())
 
 
-def test_late_prompts_leave_most_of_a_step_to_who_asks_for_one_thing() -> None:
+def test_late_prompts_leave_most_of_a_step_to_tenants_with_one_request() -> None:
     """However many they are: one of them has a quarter."""
     world = small_steps()
     for i in range(8):

@@ -24,9 +24,9 @@ from shared.nats.interface import Delivery
 async def test_one_each_turn_stamped_on_arrival() -> None:
     clock, taken = FakeClock(), list[tuple[str, int]]()
 
-    def take(heard: PendingRequest) -> None:
+    def take(pending: PendingRequest) -> None:
         clock.advance(1_000)  # what a request costs
-        taken.append((heard.delivery.data.decode(), heard.received_us))
+        taken.append((pending.delivery.data.decode(), pending.received_us))
 
     box = TenantQueue(take)
     for name in "abc":
@@ -43,18 +43,18 @@ async def test_one_each_turn_stamped_on_arrival() -> None:
 
 async def test_tenants_are_taken_in_turn() -> None:
     taken: list[str] = []
-    box = TenantQueue(lambda heard: taken.append(heard.delivery.data.decode()))
+    box = TenantQueue(lambda pending: taken.append(pending.delivery.data.decode()))
     for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
         box.put(asked(name[0], name))
     await box.drain()
     assert taken == ["a1", "a2", "b1", "a3", "b2", "a4"]
 
 
-async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
+async def test_overload_refuses_tenants_that_have_their_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING", 4)
-    box = TenantQueue(lambda heard: None)
+    box = TenantQueue(lambda pending: None)
     for name in ("at once", "1", "2", "3", "4"):
         box.put(asked("many", name))
     with pytest.raises(Overloaded, match="4 requests wait for this tokenizer, 4 of them yours"):
@@ -66,11 +66,11 @@ async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
     box.put(asked("new", "1"))
 
 
-async def test_names_that_somebody_invents_do_not_raise_the_bound_beyond_twice(
+async def test_invented_tenant_names_raise_the_bound_at_most_to_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING", 4)
-    box = TenantQueue(lambda heard: None)
+    box = TenantQueue(lambda pending: None)
     box.put(asked("at once", "0"))
     for i in range(8):
         box.put(asked(f"t{i}", "1"))
@@ -80,7 +80,7 @@ async def test_names_that_somebody_invents_do_not_raise_the_bound_beyond_twice(
 
 async def test_a_tenant_that_crowds_the_scheduler_is_passed_over() -> None:
     taken, crowds = list[str](), {"a"}
-    box = TenantQueue(lambda heard: taken.append(heard.delivery.data.decode()), crowds.__contains__)
+    box = TenantQueue(lambda pending: taken.append(pending.delivery.data.decode()), crowds.__contains__)
     for name in ("a1", "a2", "b1", "b2"):
         box.put(asked(name[0], name))
     while len(taken) < 2:
@@ -91,7 +91,7 @@ async def test_a_tenant_that_crowds_the_scheduler_is_passed_over() -> None:
     assert taken == ["b1", "b2", "a1", "a2"]
 
 
-async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_last() -> None:
+async def test_burst_is_read_by_tenants_in_turn_and_copies_last() -> None:
     seen: list[tuple[str, int, bool]] = []
     clock = FakeClock()
 
@@ -115,7 +115,9 @@ async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_las
     assert seen[-1][0] == "alone"
 
 
-async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mailbox_is_bounded_when_messages_arrive_faster_than_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING", 3)
     monkeypatch.setattr(intake, "MAX_COPIES", 3)
     seen: list[str] = []

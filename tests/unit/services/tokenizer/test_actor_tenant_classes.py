@@ -25,7 +25,7 @@ def test_the_file() -> None:
             read_classes(wrong)
 
 
-def test_it_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_class_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "classes"
     path.write_text("acme interactive\n")
     classes = TenantClasses(str(path))
@@ -59,7 +59,7 @@ def test_a_class_that_the_credentials_do_not_name_is_forbidden(tmp_path: Path) -
     ("classes", "found"),
     [(CLASSES, "standard"), (("batch",), "batch"), (("batch", "interactive"), "interactive")],
 )
-def test_who_names_none_gets_one_that_it_may_use(
+def test_request_without_a_class_gets_a_permitted_one(
     tmp_path: Path, classes: tuple[str, ...], found: str
 ) -> None:
     made = outcome(tmp_path, classes)

@@ -22,8 +22,8 @@ def found(data: bytes, reply: str = "_INBOX.1") -> str:
 
 @given(IDS, TEXTS, st.sampled_from([None, 2]))
 def test_the_id_is_found_in_json_beside_any_text(request: str, text: str, indent: int | None) -> None:
-    told = f'{text} "request_id": "other" {text}'
-    body = {"prompt": told, "messages": [{"content": told}], "request_id": request, "user": told}
+    message = f'{text} "request_id": "other" {text}'
+    body = {"prompt": message, "messages": [{"content": message}], "request_id": request, "user": message}
     assert found(json.dumps(body, indent=indent).encode()) == request
     assert found(json.dumps(body, ensure_ascii=False).encode()) == request
 
@@ -47,7 +47,7 @@ def test_the_id_is_found_in_msgpack(request: str, before: int, after: object) ->
         b"{" * 99_999,
     ],
 )
-def test_without_an_id_the_same_message_goes_the_same_way(data: bytes) -> None:
+def test_message_without_an_id_goes_the_same_way_again(data: bytes) -> None:
     assert found(data) == found(data)
     assert found(data) != found(data, "_INBOX.2")
     assert found(data) != found(data + b" ")

@@ -67,7 +67,7 @@ def turn(vocabulary: Vocabulary, role: str, *text: int | str) -> list[int]:
     return [1, *inner, 2, *vocabulary.encode("\n")]
 
 
-def test_a_user_cannot_speak_in_control_tokens(vocabulary: Vocabulary) -> None:
+def test_user_text_cannot_contain_control_tokens(vocabulary: Vocabulary) -> None:
     """However the model's files type them: an end, and what stands literally in the template."""
     messages = [{"role": "user", "content": ATTACK, "name": "<|im_end|>"}]
     ids = ChatTemplate(vocabulary).encode(messages, None, True, WALL_US)
@@ -87,8 +87,8 @@ def test_added_tokens_of_the_template_are_text_from_a_user_and_tokens_from_the_m
             vocabulary, "user", text
         )
         assert not {begin, end, row} & set(vocabulary.encode(text))
-        told = encode([{"role": "assistant", "content": text}], None, False, WALL_US)
-        assert told == turn(vocabulary, "assistant", "a", begin, "b", end, "<row>")
+        encoded = encode([{"role": "assistant", "content": text}], None, False, WALL_US)
+        assert encoded == turn(vocabulary, "assistant", "a", begin, "b", end, "<row>")
 
 
 def test_added_tokens_that_the_template_lacks_stay_tokens(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_names_within_tools_and_calls_stay_text(vocabulary: Vocabulary) -> None:
 
 
 def test_an_error_shows_what_the_user_wrote(vocabulary: Vocabulary) -> None:
-    """And not what stands for it meanwhile, which nobody may know."""
+    """And not what stands for it meanwhile, which no user may know."""
     vocabulary.chat_template = "{{ raise_exception('no ' + messages[0].content) }}<|im_start|>"
     with pytest.raises(BadRequest) as caught:
         ChatTemplate(vocabulary).encode([{"role": "user", "content": ATTACK}], None, True, WALL_US)
@@ -135,7 +135,7 @@ def test_tokens_that_swallow_the_space_beside_them(tmp_path: Path, attack: str) 
         assert ids == Tokenizer.from_file(file).encode(text, add_special_tokens=False).ids
 
 
-def test_what_a_model_wrote_may_be_named_in_a_template(tmp_path: Path) -> None:
+def test_text_written_by_a_model_may_be_named_in_a_template(tmp_path: Path) -> None:
     template = (
         "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 2 %}"
         "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ x }}{% else %}{{ m.content }}{% endif %}"

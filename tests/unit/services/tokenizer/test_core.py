@@ -1,4 +1,4 @@
-"""The tokenizer's core on a fake clock: nobody's inbox is lost."""
+"""The tokenizer's core on a fake clock: no inbox is lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.text_models import served
 
 from services.tokenizer.core import (
     ASK_AGAIN_US,
+    CATCH_UP_US,
     GRACE_US,
-    HEARS_US,
     MOST_ASKED,
     RESEND_US,
     WAIT_US,
@@ -100,7 +100,7 @@ def test_an_error_holds_nothing_of_the_request(model: ServedModel) -> None:
         assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
 
 
-def test_without_a_scheduler_the_answer_is_503(model: ServedModel) -> None:
+def test_answer_is_503_without_a_scheduler(model: ServedModel) -> None:
     core = TokenizerCore(model)
     inbox, _, code, message = failure(core.handle(submission(), 0))
     assert (inbox, code, core.unavailable) == ("inbox.r1", 503, 1)
@@ -116,7 +116,7 @@ def test_an_id_in_use_is_409_for_the_same_tenant_only(core: TokenizerCore) -> No
     assert sent(core.handle(submission(), 3)).request == "r1"
 
 
-def test_silence_is_asked_again_then_503_and_a_cancel(core: TokenizerCore) -> None:
+def test_silence_is_followed_by_a_second_attempt_then_503_and_a_cancel(core: TokenizerCore) -> None:
     first = sent(core.handle(submission(), 0))
     assert core.handle(Tick(), RESEND_US - 1) == []
     again = sent(core.handle(Tick(), RESEND_US))
@@ -130,12 +130,12 @@ def test_silence_is_asked_again_then_503_and_a_cancel(core: TokenizerCore) -> No
     (_, _, code, why) = failure(commands)
     assert commands[1] == Send(
         scheduler, Cancel(tenant="t", request="r1", code=code, message=why), "trace"
-    ), "should the scheduler have it after all, its client is told the same"
+    ), "should the scheduler have it after all, its client gets the same"
     assert core.pending == 0
     assert core.handle(Accepted(tenant="t", request="r1", attempt=1), WAIT_US + 1) == []
 
 
-def test_a_request_sent_again_before_anybody_has_answered_waits_with_the_first(core: TokenizerCore) -> None:
+def test_request_sent_again_before_an_answer_waits_with_the_first(core: TokenizerCore) -> None:
     """From the same inbox: its client was not sure, or two tokenizers have it."""
     one, two = (dataclasses.replace(submission(), key=key) for key in (5, 6))
     assert sent(core.handle(one, 0)).attempt == 1
@@ -144,7 +144,7 @@ def test_a_request_sent_again_before_anybody_has_answered_waits_with_the_first(c
     assert core.pending == 0
 
 
-def test_who_is_cut_off_gives_nobody_up(core: TokenizerCore) -> None:
+def test_tokenizer_that_is_cut_off_gives_no_request_up(core: TokenizerCore) -> None:
     """The schedulers may have answered."""
     core.handle(submission(timeout_s=100), 0)
     for now_us in range(1_000_000, 60_000_000, 1_000_000):
@@ -155,12 +155,12 @@ def test_who_is_cut_off_gives_nobody_up(core: TokenizerCore) -> None:
     assert failure(core.handle(Tick(), 59_000_000 + WAIT_US))[2] == 503
 
 
-def test_the_time_limit_of_a_request_counts_once_its_answer_could_be_heard(core: TokenizerCore) -> None:
-    """Who was stopped finds out by its timers before it reads that the request was answered long ago."""
+def test_time_limit_of_a_request_counts_once_its_answer_could_be_received(core: TokenizerCore) -> None:
+    """A stopped tokenizer finds out by its timers before it reads that the request was answered long ago."""
     core.handle(submission(timeout_s=10), 70_000_000)
     assert core.handle(Tick(cut_off=True), 80_000_000) == []
-    assert core.handle(Tick(), 80_000_000 + HEARS_US - 1) == []
-    assert failure(core.handle(Tick(), 80_000_000 + HEARS_US))[2] == 408
+    assert core.handle(Tick(), 80_000_000 + CATCH_UP_US - 1) == []
+    assert failure(core.handle(Tick(), 80_000_000 + CATCH_UP_US))[2] == 408
     core.handle(submission(timeout_s=10), 90_000_000)
     core.handle(Tick(cut_off=True), 95_000_000)
     assert failure(core.handle(Tick(), 100_000_000))[2] == 408
@@ -197,7 +197,7 @@ def test_a_look_whether_a_tenant_crowds_costs_the_same_beside_any_number_of_requ
 ) -> None:
     for i in range(200):
         core.handle(dataclasses.replace(submission(f"r{i}"), tenant=f"t{i}"), 10)
-    core._pending = None  # type: ignore[assignment]  # nobody looks at them all
+    core._pending = None  # type: ignore[assignment]  # no code looks at them all
     assert not core.is_over_share("t0", 20)
 
 
@@ -213,12 +213,12 @@ def test_the_time_in_our_own_queue_is_of_the_limit(core: TokenizerCore) -> None:
     assert failure(core.handle(Tick(), 6_000_000))[2] == 408
 
 
-def test_who_waited_longer_than_its_limit_is_408_unread(
+def test_request_that_waited_longer_than_its_limit_is_408_unread(
     core: TokenizerCore, model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = waited(1_000_000, 91_000_000, timeout_s=5)
     with monkeypatch.context() as patched:
-        patched.setattr(type(model.vocabulary), "encode", None)  # nobody works for it any more
+        patched.setattr(type(model.vocabulary), "encode", None)  # no thread works for it any more
         assert failure(core.handle(late, 91_000_000))[2] == 408
     long = prepared(waited(1_000_000, 2_000_000, timeout_s=5), model)  # beside the loop, for 4 s
     assert failure(core.handle(long, 6_000_000))[2] == 408
@@ -274,7 +274,7 @@ def test_a_vanished_scheduler_is_replaced_as_a_new_attempt(core: TokenizerCore) 
     assert core.pending == 0
 
 
-def test_after_a_death_requests_wait_for_whoever_comes_instead(core: TokenizerCore) -> None:
+def test_requests_wait_for_the_next_scheduler_after_a_death(core: TokenizerCore) -> None:
     core.handle(submission(), 0)
     assert core.handle(Schedulers((), died=True), 10) == []
     assert core.handle(submission("r2"), 20) == []
@@ -282,13 +282,13 @@ def test_after_a_death_requests_wait_for_whoever_comes_instead(core: TokenizerCo
     commands = core.handle(Schedulers(("s3",)), WAIT_US + 5)
     assert [c.scheduler for c in commands if isinstance(c, Send)] == ["s3", "s3"]
     attempts = {c.message.request: c.message.attempt for c in commands if isinstance(c.message, Tokenized)}
-    assert attempts == {"r1": 2, "r2": 1}  # nobody had been asked for r2
+    assert attempts == {"r1": 2, "r2": 1}  # no scheduler had r2
 
 
 def test_but_not_for_ever(core: TokenizerCore) -> None:
     core.handle(Schedulers((), died=True), 10)
     core.handle(submission(), 20)
-    (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: nobody has heard of it
+    (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: no scheduler has it
     assert failure([fail])[2] == 503
     assert failure(core.handle(submission("r2"), 11 + WAIT_US))[2] == 503
 
@@ -305,8 +305,8 @@ def test_one_that_leaves_of_its_own_accord_is_not_waited_for(core: TokenizerCore
     assert failure(core.handle(submission(), 20))[2] == 503
 
 
-def test_a_new_scheduler_that_cannot_serve_yet_is_asked_again(core: TokenizerCore) -> None:
-    """Its executors have not said hello."""
+def test_new_scheduler_that_cannot_serve_yet_is_tried_again(core: TokenizerCore) -> None:
+    """Its executors have not sent hello."""
     core.handle(Schedulers((), died=True), 0)
     core.handle(Schedulers(("s3",)), 0)
     assert sent(core.handle(submission(), 10)).attempt == 1
@@ -344,7 +344,7 @@ def asked(commands: list[Command]) -> tuple[str, int]:
     return command.scheduler, sent(commands).attempt
 
 
-def test_another_scheduler_is_asked_at_once_where_one_cannot_serve(core: TokenizerCore) -> None:
+def test_another_scheduler_is_tried_at_once_where_one_cannot_serve(core: TokenizerCore) -> None:
     first, _ = asked(core.handle(submission(), 0))
     other = "s1" if first == "s2" else "s2"
     assert asked(core.handle(unavailable(1), 5)) == (other, 2)
@@ -352,8 +352,9 @@ def test_another_scheduler_is_asked_at_once_where_one_cannot_serve(core: Tokeniz
     assert core.pending == 0
 
 
-def test_when_all_have_refused_they_are_asked_again_for_a_moment(core: TokenizerCore) -> None:
-    """A scheduler may miss its executor before this tokenizer does: the next beat says that one has died."""
+def test_schedulers_are_tried_again_for_a_moment_when_all_have_refused(core: TokenizerCore) -> None:
+    """A scheduler may miss its executor before this tokenizer does: the next heartbeat shows that one has
+    died."""
     first, _ = asked(core.handle(submission(), 0))
     other, _ = asked(core.handle(unavailable(1), 5))
     assert core.handle(unavailable(2), 10) == []
@@ -388,7 +389,7 @@ def test_a_request_waits_for_a_scheduler_while_an_executor_loads(model: ServedMo
     assert asked(core.handle(Schedulers(("s1",)), 2)) == ("s1", 1)
 
 
-def test_after_a_start_a_request_waits_for_a_scheduler_and_its_executor(model: ServedModel) -> None:
+def test_request_waits_for_a_scheduler_and_its_executor_after_a_start(model: ServedModel) -> None:
     core = TokenizerCore(model)
     core.handle(Schedulers(()), 0)
     assert core.handle(submission(), GIVE_UP_US) == []
@@ -401,8 +402,8 @@ def test_after_a_start_a_request_waits_for_a_scheduler_and_its_executor(model: S
     assert failure(core.handle(submission(), WAIT_US))[2] == 503
 
 
-def test_a_request_is_left_where_it_was_asked_while_that_one_lives(core: TokenizerCore) -> None:
-    """An executor has gone from one scheduler to another; what the first has heard it will answer."""
+def test_request_stays_at_its_scheduler_while_that_one_lives(core: TokenizerCore) -> None:
+    """An executor has gone from one scheduler to another; the first answers what it has received."""
     first, _ = asked(core.handle(submission(), 0))
     other = "s1" if first == "s2" else "s2"
     assert core.handle(Schedulers((other,), idle=(first,)), 5) == []
@@ -410,19 +411,19 @@ def test_a_request_is_left_where_it_was_asked_while_that_one_lives(core: Tokeniz
     assert asked(core.handle(Schedulers((other,)), 7)) == (other, 2)
 
 
-def test_who_was_asked_again_and_says_nothing_is_told_to_cancel(core: TokenizerCore) -> None:
+def test_silent_scheduler_that_got_the_request_twice_gets_a_cancel(core: TokenizerCore) -> None:
     core.handle(Schedulers(("s3",), died=True), 0)
     core.handle(submission(), 10)
     core.handle(unavailable(1), 20)
     assert asked(core.handle(Tick(), 20 + ASK_AGAIN_US)) == ("s3", 2)
-    fail, told = core.handle(Tick(), WAIT_US)
+    fail, cancelled = core.handle(Tick(), WAIT_US)
     assert failure([fail])[2] == 503
-    assert isinstance(told, Send)
+    assert isinstance(cancelled, Send)
     error = {"code": 503, "message": "no executor is ready"}
-    assert (told.scheduler, told.message) == ("s3", Cancel(tenant="t", request="r1", **error))
+    assert (cancelled.scheduler, cancelled.message) == ("s3", Cancel(tenant="t", request="r1", **error))
 
 
-def test_one_that_has_refused_is_not_told_to_cancel(core: TokenizerCore) -> None:
+def test_scheduler_that_has_refused_gets_no_cancel(core: TokenizerCore) -> None:
     """It holds nothing, and would refuse the client's next try."""
     core.handle(Schedulers(("s3",), died=True), 0)
     core.handle(submission(), 10)
@@ -529,7 +530,7 @@ class Intake(RuleBasedStateMachine):
             self.apply(self.core.handle(Cancel(tenant="t", request=name), self.now_us))
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def none_is_forgotten(self) -> None:
         if hasattr(self, "core"):
             assert self.core.pending == len(self.waiting)
 

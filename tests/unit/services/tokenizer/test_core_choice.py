@@ -44,13 +44,13 @@ def choices(core: TokenizerCore, count: int) -> dict[str, str]:
     return {f"k{i}": choice(core, f"r{i}", f"k{i}") for i in range(count)}
 
 
-def test_both_tokenizers_choose_the_same_for_a_key_whatever_the_id(model: ServedModel) -> None:
+def test_tokenizers_choose_the_same_scheduler_for_a_key_at_any_id(model: ServedModel) -> None:
     loads = Loads({"s1": 1, "s2": 3}, ("s3",))
     one, other = (tokenizer(model, order, loads) for order in (NAMES, NAMES[::-1]))
     assert choices(one, 64) == {key: choice(other, f"x{key}", key) for key in (f"k{i}" for i in range(64))}
 
 
-def test_without_a_key_the_id_decides(model: ServedModel) -> None:
+def test_id_chooses_the_scheduler_without_a_key(model: ServedModel) -> None:
     """A tokenizer of an earlier version sends none."""
     assert choice(tokenizer(model, NAMES, Loads({})), "r7", "") == rendezvous("r7", NAMES)
 
@@ -83,7 +83,7 @@ def test_a_crowded_one_is_passed_over_for_the_second_choice_alone(
         assert chosen == calm[key] or calm[key] in crowded
 
 
-def test_a_crowded_one_is_asked_if_all_others_have_refused(model: ServedModel) -> None:
+def test_crowded_scheduler_is_tried_if_all_others_have_refused(model: ServedModel) -> None:
     core = tokenizer(model, ("s1", "s2"), Loads({}, ("s1",)))
     assert choice(core, "r", "key") == "s2"
     refused = Rejected(tenant="t", request="r", attempt=1, code=503, message="no executor is ready")

@@ -29,7 +29,7 @@ def asked(request: str, prompt: str, tenant: str = "t") -> Submission:
     return Submission(tenant, f"inbox.{request}", body, "fresh", 7, 1, "")
 
 
-async def test_they_come_back_on_the_loop_in_order(model: ServedModel) -> None:
+async def test_encoded_requests_come_back_on_the_loop_in_order(model: ServedModel) -> None:
     done: list[Prepared] = []
     threads = set()
 
@@ -65,7 +65,7 @@ async def test_only_so_many_bytes_wait(model: ServedModel, monkeypatch: pytest.M
     assert [p.request for p in done] == ["r1", "others", "r3"]
 
 
-async def test_bytes_of_tenants_that_somebody_invents_are_bounded_too(
+async def test_bytes_of_invented_tenants_are_bounded_too(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING_BYTES", 500)

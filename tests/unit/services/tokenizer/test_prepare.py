@@ -164,7 +164,7 @@ def test_structured_output_begins_after_the_reasoning(model: ServedModel) -> Non
     ],
 )
 @pytest.mark.parametrize("prompt", [CHAT, {"prompt": "Hi"}], ids=["chat", "completion"])
-def test_a_length_that_nobody_asked_for_is_marked(
+def test_unstated_length_is_marked(
     model: ServedModel, prompt: dict[str, Any], body: dict[str, Any], open_end: bool
 ) -> None:
     assert prepared(model, prompt | body).open_end == open_end
@@ -226,7 +226,7 @@ def test_every_field(model: ServedModel) -> None:
     )
 
 
-def test_a_fleet_without_logits_processors_says_so(model: ServedModel) -> None:
+def test_fleet_without_logits_processors_is_an_error_that_names_the_setting(model: ServedModel) -> None:
     bare = dataclasses.replace(model, processors=())
     with pytest.raises(BadRequest, match="'wait' is not one of this fleet; there is none: the setting"):
         prepared(bare, {"prompt": "x", "logits_processors": ["wait"]})
@@ -504,7 +504,7 @@ def test_a_doubled_field_has_its_last_value() -> None:
     assert read_body(b'{"n": 1, "n": 2}') == {"n": 2}
 
 
-def test_what_cannot_be_an_id_is_not_repeated() -> None:
+def test_invalid_id_is_not_repeated() -> None:
     for asked in ("a" * 10**6, "a b", "", "\ud800", 5, None, ["a"], "a\n"):
         assert request_id_of({"request_id": asked}, "fresh") == "fresh"
     assert request_id_of({"request_id": "job:1"}, "fresh") == "job:1"
@@ -535,8 +535,8 @@ def test_a_chat_is_encoded_as_its_text_is(model: ServedModel, content: str) -> N
     assert model.template.encode(messages, None, True, WALL_US) == model.vocabulary.encode(text, special=True)
 
 
-def test_what_precedes_a_prompt(tmp_path: Path) -> None:
-    """A text gets the begin token, also where one is written in it; ids and chats are as they come."""
+def test_prompt_starts_with_the_begin_token_where_it_should(tmp_path: Path) -> None:
+    """A text gets the start token, also where one is written in it; ids and chats are as they come."""
     begins = model_with(write_bpe_gguf(tmp_path / "b.gguf", "llama-bpe"))
     plain = begins.vocabulary.encode("Hi")
     assert list(prepared(begins, {"prompt": "Hi"}).tokens) == [1, *plain]
@@ -604,7 +604,7 @@ def test_fields_without_effect_change_nothing(model: ServedModel) -> None:
             prepared(model, {"prompt": "a", name: 77})
 
 
-def test_without_a_grammar_engine_a_grammar_is_refused_at_once(model: ServedModel) -> None:
+def test_grammar_is_refused_at_once_without_a_grammar_engine(model: ServedModel) -> None:
     body = json.dumps({**CHAT, "response_format": {"type": "json_object"}}).encode()
     submission = Submission("acme", "inbox", body, "fresh", 99, WALL_US, grammars=False)
     with pytest.raises(BadRequest, match="no executor of this model can follow a grammar") as caught:
@@ -614,7 +614,7 @@ def test_without_a_grammar_engine_a_grammar_is_refused_at_once(model: ServedMode
     assert prepare(submission, CHAT, model) == prepared(model, CHAT)
 
 
-def test_without_a_grammar_engine_tools_are_free_unless_strict(
+def test_tools_are_free_unless_strict_without_a_grammar_engine(
     model: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "headrace.tokenizer")
@@ -687,8 +687,8 @@ def test_null_and_empty_fields_of_an_earlier_answer_mean_none(
     path: Path, template: str, dumped: dict[str, Any]
 ) -> None:
     served = model_with(path, template)
-    said = {"role": "assistant", "content": "Hi 12"}
-    bare, asked = ({"messages": [*CHAT["messages"], turn]} for turn in (said, {**said, **dumped}))
+    answered = {"role": "assistant", "content": "Hi 12"}
+    bare, asked = ({"messages": [*CHAT["messages"], turn]} for turn in (answered, {**answered, **dumped}))
     assert list(prepared(served, asked).tokens) == list(prepared(served, bare).tokens)
 
 
@@ -782,7 +782,7 @@ def test_the_turns_of_a_chat_have_one_routing_key(model: ServedModel) -> None:
 
 
 def test_a_chat_has_its_routing_key_from_its_first_turn_on(model: ServedModel) -> None:
-    """A short one, too; and another chat behind the same system prompt has another one."""
+    """A short one, too; and another chat after the same system prompt has another one."""
 
     def key(*messages: tuple[str, str]) -> str:
         body = {**CHAT, "messages": [{"role": role, "content": content} for role, content in messages]}

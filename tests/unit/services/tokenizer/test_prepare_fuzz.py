@@ -1,7 +1,7 @@
 """The public request, fuzzed: through the real cores of tokenizer, scheduler and detokenizer, by wire
 bytes in between, to an engine that checks every block.
 
-Whatever a client sends: no core raises, each request has exactly one end, and when all have ended every
+At any bytes of a client: no core raises, each request has exactly one end, and when all have ended every
 block, slot and sequence is free and every inbox forgotten.
 """
 
@@ -51,14 +51,14 @@ class Client:
     ends: int = 0
 
     def take(self, data: bytes, last: bool) -> None:
-        assert not self.ends, "a message behind the last one"
+        assert not self.ends, "a message after the last one"
         self.frames.append(json.loads(data))
         self.ends += last
 
 
 @dataclass
 class House(World):
-    """The world of the scheduler with a real tokenizer before it and a real detokenizer behind it."""
+    """The world of the scheduler with a real tokenizer before it and a real detokenizer after it."""
 
     model: ServedModel = field(kw_only=True)
     clients: dict[str, Client] = field(default_factory=dict)
@@ -145,7 +145,7 @@ message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": text | st.none()},
     optional={"name": anything, "tool_calls": anything},
 )
-# Of each field, a value that is right; `mutated` puts anything in the place of some.
+# A right value of each field; `mutated` puts anything in the place of some.
 RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.text(min_size=1, max_size=60) | st.lists(st.integers(0, 400), min_size=1, max_size=60),
     "messages": st.lists(message, min_size=1, max_size=3),
@@ -246,7 +246,9 @@ def test_every_request_has_one_end_and_nothing_is_held(
 
 
 @given(bodies())
-def test_what_is_accepted_is_answered_and_what_is_refused_says_why(model: ServedModel, body: bytes) -> None:
+def test_accepted_request_is_answered_and_a_refused_one_gets_the_reason(
+    model: ServedModel, body: bytes
+) -> None:
     house = House(model=model)
     house.submit("only", body)
     house.finish()

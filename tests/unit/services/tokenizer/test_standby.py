@@ -1,4 +1,4 @@
-"""Copies of requests: who takes over which, and when."""
+"""Copies of requests: which tokenizer takes over which, and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.nats.interface import Delivery
 OTHER, IDS = "tokenizer.b", ["a", "b"]
 
 
-def heard(name: str = "one", body: bytes = b"{}") -> PendingRequest:
+def pending(name: str = "one", body: bytes = b"{}") -> PendingRequest:
     delivery = Delivery("headrace.v1.generate.t.m", body, f"_INBOX.{name}")
     return PendingRequest(delivery, key_of(delivery), received_us=1, received_wall_us=2)
 
@@ -39,22 +39,22 @@ def kept(*requests: PendingRequest) -> Standby:
     return copies
 
 
-def test_a_key_tells_requests_apart() -> None:
+def test_key_distinguishes_requests() -> None:
     large = b"x" * intake.HASHED_BYTES
     keys = [
-        heard("i").key,
-        heard("j").key,
-        heard("i", b"{ }").key,
-        heard("i", large).key,
-        heard("i", large + b"y").key,
+        pending("i").key,
+        pending("j").key,
+        pending("i", b"{ }").key,
+        pending("i", large).key,
+        pending("i", large + b"y").key,
     ]
     assert len(set(keys)) == len(keys)
-    assert heard("i").key == keys[0]
+    assert pending("i").key == keys[0]
 
 
-def test_nobody_has_said_that_he_has_it_so_it_is_taken_over() -> None:
-    """The places of those who might differ by request, so that not all come at once."""
-    requests = [heard(str(i)) for i in range(8)]
+def test_unclaimed_request_is_taken_over() -> None:
+    """The places of the tokenizers might differ by request, so that not all come at once."""
+    requests = [pending(str(i)) for i in range(8)]
     copies = kept(*requests)
     assert late(copies, SILENT_US - TURN_US) == []
     first = copies.overdue("a", IDS, SILENT_US)
@@ -65,8 +65,8 @@ def test_nobody_has_said_that_he_has_it_so_it_is_taken_over() -> None:
     assert {(each.owners, each.attempt) for each in first} == {(0, 1)}
 
 
-def test_an_owner_keeps_its_request_as_long_as_it_says_anything() -> None:
-    one = heard()
+def test_owner_keeps_its_request_while_it_sends_anything() -> None:
+    one = pending()
     copies = kept(one)
     copies.on_claims(OTHER, claims({one.key: "drawn"}), 100)
     for now_us in range(TURN_US, 60 * SILENT_US, TURN_US):
@@ -78,7 +78,7 @@ def test_an_owner_keeps_its_request_as_long_as_it_says_anything() -> None:
 
 
 def late_from(copies: Standby, silent_us: int) -> list[PendingRequest]:
-    """What is taken over once nobody says anything any more, and not before SILENT_US."""
+    """What is taken over once no tokenizer announces it any more, and not before SILENT_US."""
     found = []
     for now_us in range(silent_us, silent_us + SILENT_US + 2 * TURN_US, TURN_US):
         found += copies.overdue("a", IDS, now_us)
@@ -86,9 +86,9 @@ def late_from(copies: Standby, silent_us: int) -> list[PendingRequest]:
     return found
 
 
-def test_a_request_of_which_nobody_speaks_may_wait_at_one_that_is_busy() -> None:
-    """While another one says anything it is left alone for longer, and not for ever."""
-    one = heard()
+def test_unclaimed_request_may_wait_at_a_busy_tokenizer() -> None:
+    """While another one sends anything it is left alone for longer, and not for ever."""
+    one = pending()
     copies = kept(one)
     found = []
     for now_us in range(TURN_US, UNOWNED_US + 2 * TURN_US, TURN_US):
@@ -96,7 +96,7 @@ def test_a_request_of_which_nobody_speaks_may_wait_at_one_that_is_busy() -> None
         found += copies.overdue("a", IDS, now_us)
         assert now_us >= UNOWNED_US or not found
     assert found == [one]
-    copies = kept(heard())
+    copies = kept(pending())
     copies.on_claims(OTHER, claims(), TURN_US)
     copies.on_gone(OTHER)
     assert len(late_from(copies, 0)) == 1, "the word of one that has gone means nothing"
@@ -104,7 +104,7 @@ def test_a_request_of_which_nobody_speaks_may_wait_at_one_that_is_busy() -> None
 
 def test_one_that_is_taken_over_from_a_busy_owner_has_one_id() -> None:
     """It has waited there unseen for longer than the other one is patient."""
-    one, same = heard(), heard()
+    one, same = pending(), pending()
     copies = Standby()
     copies.on_claims(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US - 1)
     assert (copies.is_done_elsewhere(same), same.request_id) == (False, ""), "the client has sent it twice"
@@ -115,15 +115,15 @@ def test_one_that_is_taken_over_from_a_busy_owner_has_one_id() -> None:
     assert copies.is_done_elsewhere(one), "and its client has been answered, perhaps"
     now_us = one.received_us + SILENT_US + 2 + DONE_US
     copies.overdue("a", IDS, now_us)
-    assert not copies.is_done_elsewhere(heard())
+    assert not copies.is_done_elsewhere(pending())
 
 
-def test_who_has_read_nothing_yet_says_that_it_lives() -> None:
+def test_tokenizer_that_has_read_nothing_yet_reports_that_it_lives() -> None:
     assert Standby().report(busy=True) == Claims()
 
 
-def test_what_is_not_told_yet_is_known_by_its_drawn_id() -> None:
-    one, copies = heard(), Standby()
+def test_unannounced_request_is_found_by_its_drawn_id() -> None:
+    one, copies = pending(), Standby()
     one.request_id = "drawn"
     copies.own(one)
     assert copies.is_unannounced(one.key, "drawn")
@@ -132,8 +132,8 @@ def test_what_is_not_told_yet_is_known_by_its_drawn_id() -> None:
     assert not copies.is_unannounced(one.key, "drawn")
 
 
-def test_what_is_done_is_forgotten_whatever_comes_first() -> None:
-    one, two = heard("one"), heard("two")
+def test_done_request_is_forgotten_in_any_order_of_messages() -> None:
+    one, two = pending("one"), pending("two")
     copies = kept(one)
     copies.on_claims(OTHER, claims({two.key: "", one.key: ""}, done=(one.key, two.key)), 1)
     copies.copy(two, 2)  # the copy comes last
@@ -146,7 +146,7 @@ def test_what_is_done_is_forgotten_whatever_comes_first() -> None:
 
 
 def test_a_claim_may_come_before_its_copy() -> None:
-    one = heard()
+    one = pending()
     copies = kept()
     copies.on_claims(OTHER, claims({one.key: "drawn"}), 1)
     copies.copy(one, 2)
@@ -154,7 +154,7 @@ def test_a_claim_may_come_before_its_copy() -> None:
 
 
 def test_the_requests_of_one_that_has_gone_are_anybodys_a_second_after_its_last_word() -> None:
-    one, two = heard("one"), heard("two")
+    one, two = pending("one"), pending("two")
     copies = kept(one)
     copies.on_claims(OTHER, claims({one.key: "", two.key: ""}), 5 * TURN_US)
     copies.on_gone(OTHER)
@@ -163,27 +163,27 @@ def test_the_requests_of_one_that_has_gone_are_anybodys_a_second_after_its_last_
     assert {each.key for each in late_from(copies, 5 * TURN_US)} <= {one.key, two.key}
 
 
-def test_a_third_owner_begins_behind_the_second() -> None:
+def test_third_owner_starts_after_the_second() -> None:
     """A reader may have seen frames of its attempt."""
-    one = heard()
+    one = pending()
     copies = kept(one)
     copies.on_claims(OTHER, claims({one.key: ""}), 1)
     copies.on_claims("tokenizer.c", claims({one.key: ""}), 2)
     assert one.attempt == 1 + 2 * ATTEMPTS
 
 
-def test_what_is_ours_is_told_once_and_again_when_it_is_done() -> None:
-    one, same = heard(), heard()
+def test_own_request_is_announced_once_and_again_when_it_is_done() -> None:
+    one, same = pending(), pending()
     copies = kept(one)
     assert copies.report() is None
     one.request_id = "drawn"
     copies.own(one)
     copies.own(same)
-    copies.copy(heard(), 3)  # our own copy comes behind it
+    copies.copy(pending(), 3)  # our own copy comes after it
     assert len(copies) == 0
-    told = copies.report()
-    assert told is not None
-    assert (list(told.taken), len(told.ids)) == ([one.key], 1)
+    claimed = copies.report()
+    assert claimed is not None
+    assert (list(claimed.taken), len(claimed.ids)) == ([one.key], 1)
     assert copies.report() == Claims(), "a word that we live"
     copies.on_done(one.key, 4)
     assert copies.report() == Claims(), "the client has sent it twice"
@@ -195,8 +195,8 @@ def test_what_is_ours_is_told_once_and_again_when_it_is_done() -> None:
     assert (len(copies), copies.report()) == (0, None)
 
 
-def test_who_was_stopped_doubts_that_what_comes_is_its_own() -> None:
-    one, two = heard("one"), heard("two")
+def test_stopped_tokenizer_doubts_that_the_next_request_is_its_own() -> None:
+    one, two = pending("one"), pending("two")
     copies = Standby()
     copies.overdue("a", IDS, TURN_US)
     copies.own(one)
@@ -207,16 +207,16 @@ def test_who_was_stopped_doubts_that_what_comes_is_its_own() -> None:
     assert (len(copies), copies.report()) == (2, None)
     copies.on_claims(OTHER, claims({one.key: ""}, done=(one.key,)), back_us + 1)
     assert [each.key for each in late_from(copies, back_us)] == [two.key]
-    assert not copies.give_way(two, back_us + SILENT_US), "others would have said so by now"
+    assert not copies.give_way(two, back_us + SILENT_US), "others would have announced it by now"
 
 
-def test_who_could_not_hear_takes_nothing_over() -> None:
-    copies = kept(heard())
+def test_tokenizer_that_could_not_receive_takes_nothing_over() -> None:
+    copies = kept(pending())
     for now_us in range(0, 10 * SILENT_US, TURN_US):
         copies.pardon(now_us)
         assert copies.overdue("a", IDS, now_us) == []
     assert len(late_from(copies, now_us)) == 1
-    copies = kept(heard())
+    copies = kept(pending())
     copies.overdue("a", IDS, TURN_US)
     assert copies.overdue("a", IDS, 10 * SILENT_US) == [], "it was stopped"
 
@@ -224,14 +224,14 @@ def test_who_could_not_hear_takes_nothing_over() -> None:
 @pytest.mark.parametrize("limit", ["MAX_COPIES", "MAX_COPY_BYTES"])
 def test_copies_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(standby, limit, 3 if limit == "MAX_COPIES" else 6)
-    copies = kept(*(heard(str(i)) for i in range(9)))
+    copies = kept(*(pending(str(i)) for i in range(9)))
     assert len(copies) == 3
     assert {each.delivery.reply for each in late_from(copies, 0)} == {"_INBOX.6", "_INBOX.7", "_INBOX.8"}
 
 
 @pytest.mark.parametrize("first", ["copy", "forwarded"])
 def test_a_copy_of_a_request_to_an_alias_is_sure_once_it_was_forwarded(first: str) -> None:
-    alone, both = heard("i"), [heard("j"), heard("j")]
+    alone, both = pending("i"), [pending("j"), pending("j")]
     alone.unsure = both[first == "forwarded"].unsure = "chat"
     found = {each.key: each.unsure for each in late(kept(alone, *both), UNOWNED_US)}
     assert found == {alone.key: "chat", both[0].key: ""}

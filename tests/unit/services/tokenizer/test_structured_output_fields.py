@@ -113,7 +113,7 @@ def test_a_hostile_pattern_is_refused_at_once(pattern: str) -> None:
     assert time.process_time() - began_s < 1
 
 
-def test_nothing_asked_for() -> None:
+def test_request_without_structured_output_has_none() -> None:
     for fields in ({}, {"response_format": {"type": "text"}}, {"grammar": ""}):
         assert grammar_of(fields) == ""
 
@@ -122,7 +122,7 @@ def test_nothing_asked_for() -> None:
     ("fields", "text"),
     [
         ({"structured_outputs": {"regex": "a+/"}}, r"/a+\//"),
-        ({"structured_outputs": {"choice": ["a", 'say "b"\n']}}, r'"a" | "say \"b\"\n"'),
+        ({"structured_outputs": {"choice": ["a", 'see "b"\n']}}, r'"a" | "see \"b\"\n"'),
         ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "@nested"),
         ({"grammar": 'a ::= "x"\nroot ::= a'}, "@nested"),
     ],
@@ -298,7 +298,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_keyword(value: Any, 
         ({"grammar": 'root ::= "x"', "min_tokens": 1}, "min_tokens"),
     ],
 )
-def test_what_is_no_structured_output(fields: dict[str, Any], param: str) -> None:
+def test_invalid_structured_output_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         grammar_of(fields)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""Functions that a model may call: what a request may say, what the model is told, what its text means."""
+"""Functions that a model may call: what a request may contain, what the model gets, what its text means."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_no_tools_no_grammar() -> None:
         ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "("}, "guided_regex"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         grammar_of(fields)
     assert caught.value.param == param

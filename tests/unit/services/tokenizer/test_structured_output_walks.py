@@ -97,7 +97,7 @@ def test_json_is_valid(grammars: Grammars, vocabulary: Vocabulary, name: str) ->
         ("ipv4", lambda text: IPv4Address(re.sub(r"\b0+(?=\d)", "", text))),
     ],
 )
-def test_a_format_is_what_it_says_and_ends(
+def test_text_under_a_format_is_valid_and_ends(
     grammars: Grammars, vocabulary: Vocabulary, form: str, read: Callable[[str], object]
 ) -> None:
     """Read by the standard library, which takes no year 0; longer than 40 characters none gets."""
@@ -160,7 +160,7 @@ def test_a_grammar_that_does_not_compile_is_the_fault_of_its_request(grammars: G
     assert failures == {1: 'refused: grammar: at 3(7): unknown name: "nothing"'}
 
 
-def test_with_tools_and_a_schema_the_answer_is_calls_or_text_under_the_schema(
+def test_answer_is_calls_or_text_under_the_schema_with_tools_and_a_schema(
     grammars: Grammars, vocabulary: Vocabulary
 ) -> None:
     word = {"type": "object", "properties": {"word": {"enum": ["a", "b"]}}, "required": ["word"]}

@@ -84,7 +84,7 @@ def skills_of(source: str, form: str = "", *, with_tools: bool = True) -> Templa
 
 
 @pytest.mark.parametrize("shape", shapes.SHAPES)
-def test_a_template_is_asked_for_its_skills(shape: str) -> None:
+def test_probe_finds_the_skills_of_a_template(shape: str) -> None:
     skills = skills_of(shapes.SHAPES[shape])
     wanted = {"calls_are": READ, "developer": False, "functions": False, **WANTED[shape]}
     assert skills == replace(SHOWS_ALL, parts=skills.parts, **wanted)
@@ -122,11 +122,11 @@ def test_the_call_that_is_shown_has_the_form_that_is_read() -> None:
 def test_a_configured_format_stays() -> None:
     skills = skills_of(shapes.HERMES, "mistral")
     assert (skills.form.name, skills.calls_are) == ("mistral", NOT_READ)
-    told = skills_of(shapes.THREE_ROLES, "mistral")
-    assert (told.form.name, told.tools, told.calls_are) == ("mistral", WRITTEN, SPELLED)
+    found = skills_of(shapes.THREE_ROLES, "mistral")
+    assert (found.form.name, found.tools, found.calls_are) == ("mistral", WRITTEN, SPELLED)
 
 
-def test_a_template_without_tools_is_told_a_form_that_can_be_written() -> None:
+def test_template_without_tools_gets_a_form_that_can_be_written() -> None:
     for marker, name in {
         "<|channel|><|message|>": "hermes",
         "<arg_key>": "think",
@@ -140,7 +140,7 @@ def test_a_template_that_wants_a_list_of_tools_gets_an_empty_one() -> None:
     assert (skills.empty_tools, skills.tools) == (True, SHOWS_ALL.tools)
 
 
-def test_nothing_is_known_of_a_template_that_shows_no_question() -> None:
+def test_probe_finds_no_skills_of_a_template_that_shows_no_question() -> None:
     skills = skills_of("{{ raise_exception('no') }}")
     assert skills == SHOWS_ALL
     assert skills.calls_are == UNKNOWN

@@ -1,4 +1,4 @@
-"""An actor's mailbox: incarnations, lost and damaged messages, what is too long, who comes back."""
+"""An actor's mailbox: incarnations, lost and damaged messages, what is too long, a peer that comes back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_new_incarnation_is_announced_before_its_messages(fleet: Fleet) 
     fleet.put(Envelope("scheduler.s", 6, 1, cancel("b")))
     fleet.put(Envelope("scheduler.s", 5, 2, cancel("late")))
     await fleet.broker.settle()
-    assert [t for t in actor.told if t[0] in ("receive", "restart")] == [
+    assert [t for t in actor.events if t[0] in ("receive", "restart")] == [
         ("receive", "a"),
         ("restart", "scheduler.s"),
         ("receive", "b"),
@@ -89,8 +89,8 @@ async def test_halves_of_two_messages_are_never_joined(fleet: Fleet) -> None:
     assert runtime.mailbox.wire_errors == 1
 
 
-async def test_who_comes_back_is_told_again_how_far_its_stream_has_come(fleet: Fleet) -> None:
-    """The lost tail and all its announcements were lost: without another, nobody would ever know."""
+async def test_returning_peer_gets_the_announcement_of_its_stream_again(fleet: Fleet) -> None:
+    """The lost tail and all its announcements were lost: without another, the loss would stay unknown."""
     sender = await fleet.started(Recorder("scheduler"), "s")
     actor = Recorder()
     receiver = await fleet.started(actor)
@@ -141,7 +141,7 @@ async def test_a_source_that_vanished_long_ago_is_forgotten(fleet: Fleet) -> Non
     assert runtime.mailbox.epoch_of("scheduler.s") == 0
 
 
-async def test_a_stream_to_who_vanished_long_ago_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
+async def test_stream_to_a_long_vanished_peer_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
     """One comes back after all, and one is new: neither takes what is sent for something it knows."""
     sender = await fleet.started(Recorder("scheduler"), "s")
     gone, again, new = Recorder(), Recorder(), Recorder()
@@ -177,8 +177,8 @@ async def test_a_resend_for_a_stream_that_never_was_is_answered_with_nothing(fle
     assert got == []
 
 
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fleet: Fleet, who: str) -> None:
+@pytest.mark.parametrize("cut", ["sender", "receiver"])
+async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fleet: Fleet, cut: str) -> None:
     """A broker that hangs for a while before it dies takes all of them along."""
     actor, sender = Recorder(), Recorder("scheduler")
     receiving = await fleet.started(actor)
@@ -188,24 +188,24 @@ async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fl
     fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
     sending.mailbox.send("executor.a", cancel("two"))
     for _ in range(2 * ANNOUNCEMENTS):
-        await everybody_beats(fleet)
+        await all_beat(fleet)
     assert actor.of("receive") == ["one"]
-    bus = {"sender": sending, "receiver": receiving}[who].bus
+    bus = {"sender": sending, "receiver": receiving}[cut].bus
     assert isinstance(bus, MemoryBus)
     bus.report(BusFault("reconnected", "back"))
-    await everybody_beats(fleet)
+    await all_beat(fleet)
     assert actor.of("receive", "lost") == ["one", "two"]
 
 
 async def test_a_tail_lost_with_its_announcements_shows_in_the_end(fleet: Fleet) -> None:
-    """Nobody was cut off: the reader's mailbox overflowed, say."""
+    """No reader was cut off: its mailbox overflowed, for example."""
     actor = Recorder()
     await fleet.started(actor)
     sending = await fleet.started(Recorder("scheduler"), "s")
     fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
     sending.mailbox.send("executor.a", cancel("one"))
     for _ in range(REANNOUNCE_HEARTBEATS + 1):
-        await everybody_beats(fleet)
+        await all_beat(fleet)
     assert actor.of("receive", "lost") == ["one"]
 
 
@@ -219,11 +219,11 @@ async def test_reconnecting_brings_nothing_twice(fleet: Fleet) -> None:
     for runtime in (receiving, sending):
         assert isinstance(runtime.bus, MemoryBus)
         runtime.bus.report(BusFault("reconnected", "back"))
-        await everybody_beats(fleet)
+        await all_beat(fleet)
     assert actor.of("receive", "lost") == ["one", "two"]
 
 
-async def everybody_beats(fleet: Fleet) -> None:
+async def all_beat(fleet: Fleet) -> None:
     fleet.clock.advance(INTERVAL_US)
     for runtime in fleet.runtimes:
         runtime.send_heartbeat()

@@ -48,12 +48,12 @@ def test_any_numbers_in_any_order(steps: list[tuple[str, int]]) -> None:
 def test_garbage_does_not_end_a_stream(what: str, value: int) -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     assert inbound.arrive(1, "a", 0).deliver == ["a"]
-    told: dict[str, Callable[[], object]] = {
+    handlers: dict[str, Callable[[], object]] = {
         "arrive": lambda: inbound.arrive(value, "x", 0),
         "skip": lambda: inbound.skip_to(value, lost=True),
         "behind": lambda: inbound.expect_until(value, 0),
     }
-    told[what]()
+    handlers[what]()
     for asked in range(MAX_RESEND_REQUESTS + 2):
         assert inbound.overdue((asked + 1) * RESEND_RETRY_US) == StreamUpdate([])
     assert inbound.arrive(2, "b", 0) == StreamUpdate(["b"])

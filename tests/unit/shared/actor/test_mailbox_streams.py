@@ -1,4 +1,4 @@
-"""Numbered streams: whatever the network does, each message is delivered once and in order."""
+"""Numbered streams: on any network, each message is delivered once and in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def filled(last_seq: int) -> Outbound:
 
 @dataclass
 class Wire:
-    """One stream between two ends over a network that does what `fates` say."""
+    """One stream between two ends over a network with the `fates` of messages."""
 
     fates: list[str]
     outbound: Outbound = field(default_factory=Outbound)
@@ -104,12 +104,12 @@ def test_once_and_in_order_under_any_drop_duplicate_and_reorder(
         wire.silence()
         wire.outbound.reannounce()
     assert wire.delivered == sorted(set(wire.delivered), key=int)
-    assert (wire.delivered == sent) == (wire.lost == 0), "a loss is told, and never without need"
+    assert (wire.delivered == sent) == (wire.lost == 0), "a loss is reported, and never without need"
 
 
 @given(st.lists(st.sampled_from(["keep", "twice", "first"]), max_size=60), st.integers(0, 40), st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_nothing_is_lost_when_resends_arrive(fates: list[str], total: int, data: st.DataObject) -> None:
+def test_no_message_is_lost_when_resends_arrive(fates: list[str], total: int, data: st.DataObject) -> None:
     gone = data.draw(st.sets(st.integers(0, max(total - 1, 0)), max_size=total))
     wire, sent = Wire([]), [b"%d" % i for i in range(total)]
     for i, item in enumerate(sent):
@@ -124,14 +124,14 @@ def test_nothing_is_lost_when_resends_arrive(fates: list[str], total: int, data:
     assert wire.lost == 0
 
 
-def test_in_order_messages_are_delivered_at_once() -> None:
+def test_messages_in_order_are_delivered_at_once() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     assert inbound.arrive(1, "a", 0) == StreamUpdate(["a"])
     assert inbound.arrive(2, "b", 0) == StreamUpdate(["b"])
     assert inbound.arrive(2, "b", 0) == StreamUpdate([])
 
 
-def test_a_gap_asks_once_then_again_then_gives_up() -> None:
+def test_gap_is_requested_once_then_again_then_given_up() -> None:
     last_us = 10 + (MAX_RESEND_REQUESTS - 1) * RESEND_RETRY_US
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
@@ -152,14 +152,14 @@ def test_a_gap_asks_once_then_again_then_gives_up() -> None:
     )
 
 
-def test_a_hole_behind_a_filled_hole_is_asked_for_too() -> None:
+def test_hole_after_a_filled_hole_is_requested_too() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     assert inbound.arrive(2, "b", 0).resend_from == 1
     assert inbound.arrive(4, "d", 0).resend_from == 0
     assert inbound.arrive(1, "a", 1) == StreamUpdate(["a", "b"], resend_from=3)
 
 
-def test_an_announced_tail_is_asked_for_until_it_is_here_or_given_up() -> None:
+def test_announced_tail_is_requested_until_it_is_here_or_given_up() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
     assert inbound.expect_until(1, 5) == 0
@@ -171,7 +171,7 @@ def test_an_announced_tail_is_asked_for_until_it_is_here_or_given_up() -> None:
     assert inbound.arrive(4, "d", 6) == StreamUpdate(["d"])
 
 
-def test_a_hole_that_nobody_asked_for_yet_is_asked_for() -> None:
+def test_unrequested_hole_is_requested() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
     inbound.arrive(3, "c", 0)
@@ -180,7 +180,7 @@ def test_a_hole_that_nobody_asked_for_yet_is_asked_for() -> None:
     assert inbound.overdue(1) == StreamUpdate([], resend_from=4)
 
 
-def test_too_many_early_messages_give_the_hole_up() -> None:
+def test_hole_is_given_up_after_too_many_early_messages() -> None:
     inbound: Inbound[int] = Inbound(epoch=1)
     for seq in range(2, MAX_EARLY + 2):
         assert inbound.arrive(seq, seq, 0).deliver == []
@@ -198,7 +198,7 @@ def test_a_newcomer_joins_where_the_sender_stands_without_a_loss() -> None:
     assert inbound.skip_to(8, lost=False) == StreamUpdate([b"8"])
 
 
-def test_a_newcomer_is_told_when_messages_meant_for_it_are_gone() -> None:
+def test_newcomer_gets_a_report_when_messages_meant_for_it_are_gone() -> None:
     stream = filled(7)
     stream.restart()
     stream.keep_sent(b"8", 0)
@@ -209,14 +209,14 @@ def test_a_newcomer_is_told_when_messages_meant_for_it_are_gone() -> None:
     assert inbound.skip_to(9, lost=True) == StreamUpdate([], lost=True)
 
 
-def test_who_has_read_before_loses_whatever_the_sender_says() -> None:
+def test_reader_that_has_read_before_loses_messages_at_any_report_of_the_sender() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
     assert inbound.skip_to(5, lost=False) == StreamUpdate([], lost=True)
     assert inbound.skip_to(5, lost=True) == StreamUpdate([]), "a repeated StreamReset changes nothing"
 
 
-def test_history_is_bounded_and_says_what_it_forgot() -> None:
+def test_history_is_bounded_and_reports_what_it_forgot() -> None:
     stream = filled(HISTORY + 10)
     replay = stream.since(1)
     assert (replay.next_seq, len(replay.messages), replay.lost) == (11, HISTORY, True)

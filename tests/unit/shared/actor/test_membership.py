@@ -1,4 +1,4 @@
-"""Who is alive: heartbeats come, stop coming, and belong to incarnations."""
+"""Which actors live: heartbeats come, stop coming, and belong to incarnations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEAT = Heartbeat(kind="executor", actor="e0", host_id="h", state="ready", model=
 
 def test_news_are_a_new_actor_incarnation_state_arena_or_scheduler() -> None:
     peers = Peers()
-    told = [
+    reported = [
         peers.update(5, BEAT, 0),
         peers.update(5, BEAT, 1),
         peers.update(5, replace(BEAT, load=(("rows", 3),)), 2),
@@ -24,10 +24,10 @@ def test_news_are_a_new_actor_incarnation_state_arena_or_scheduler() -> None:
         peers.update(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1), 5),
         peers.update(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1, scheduler="s0"), 6),
     ]
-    assert told == [True, False, False, True, True, True, True]
+    assert reported == [True, False, False, True, True, True, True]
 
 
-def test_a_past_incarnation_is_not_heard() -> None:
+def test_heartbeat_of_a_past_incarnation_is_ignored() -> None:
     peers = Peers()
     peers.update(6, BEAT, 0)
     assert not peers.update(5, replace(BEAT, state="draining"), 1)
@@ -47,7 +47,7 @@ def test_three_missed_beats_of_its_own_interval_end_a_peer() -> None:
     assert peers.update(1, BEAT, 302), "the same incarnation comes back: news again"
 
 
-def test_who_says_goodbye_is_gone_at_once() -> None:
+def test_peer_that_sends_a_goodbye_is_gone_at_once() -> None:
     peers = Peers()
     for actor, state in (("b", "stopped"), ("a", "failed"), ("c", "draining")):
         peers.update(1, replace(BEAT, actor=actor, state=state), 0)
@@ -55,27 +55,27 @@ def test_who_says_goodbye_is_gone_at_once() -> None:
     assert peers.get("executor.c") is not None
 
 
-def test_an_incarnation_that_failed_is_gone_with_what_it_last_said_and_is_not_heard_again() -> None:
+def test_failed_incarnation_is_gone_with_its_last_heartbeat_and_ignored_from_then_on() -> None:
     peers, last = Peers(), Heartbeat(kind="executor", actor="e0", host_id="h", state="failed")
     peers.update(5, BEAT, 0)
     assert peers.end(5, last, 1) == Peer("executor.e0", 5, BEAT, 1)
-    assert peers.end(5, last, 2) is None, "told twice"
+    assert peers.end(5, last, 2) is None, "reported twice"
     assert not peers.update(5, BEAT, 3), "a heartbeat that was under way"
     assert peers.get("executor.e0") is None
     assert peers.end(7, last, 4) == Peer("executor.e0", 7, last, 4), "no heartbeat of it has come"
 
 
-def test_a_new_incarnation_lives_on_when_the_death_of_the_one_before_is_told() -> None:
+def test_new_incarnation_lives_on_when_the_death_of_the_one_before_is_announced() -> None:
     peers, last = Peers(), Heartbeat(kind="executor", actor="e0", host_id="h", state="failed")
     peers.update(5, BEAT, 0)
     peers.update(6, BEAT, 1)
     assert peers.end(5, last, 2) is None
     assert peers.ready("executor") == ["e0"]
     peers.end(6, last, 3)
-    assert peers.update(7, BEAT, 4), "the next one is heard"
+    assert peers.update(7, BEAT, 4), "the next one counts"
 
 
-def test_an_announced_death_is_told_again_when_heartbeats_would_be_missed() -> None:
+def test_announced_death_is_reported_again_when_heartbeats_would_be_missed() -> None:
     """A late hello of the dead executor, read after the notice, must not make it serve for ever."""
     peers, last = Peers(), Heartbeat(kind="executor", actor="e0", host_id="h", state="failed")
     for actor in ("e0", "e1"):
@@ -107,7 +107,7 @@ def test_ready_lists_by_kind_and_model() -> None:
     assert peers.ready("scheduler") == []
 
 
-def test_models_are_those_of_ready_actors() -> None:
+def test_models_are_the_models_of_ready_actors() -> None:
     peers = Peers()
     peers.update(1, replace(BEAT, actor="b"), 0)
     peers.update(1, replace(BEAT, actor="a", model="other"), 0)
@@ -126,9 +126,9 @@ def fleet(*heartbeats: Heartbeat) -> Peers:
 SCHEDULERS = [replace(BEAT, kind="scheduler", actor=name) for name in ("s0", "s1")]
 
 
-def test_a_scheduler_without_executors_is_not_asked_while_another_has_some() -> None:
+def test_scheduler_without_executors_gets_no_request_while_another_has_some() -> None:
     assert fleet(*SCHEDULERS).serving("m") == ["s0", "s1"]
-    assert fleet(*SCHEDULERS, BEAT).serving("m") == ["s0", "s1"], "it says hello, or is of an older version"
+    assert fleet(*SCHEDULERS, BEAT).serving("m") == ["s0", "s1"], "it sends hello, or is of an older version"
     peers = fleet(*SCHEDULERS, replace(BEAT, scheduler="s1"), replace(BEAT, actor="e1", scheduler="s1"))
     assert (peers.serving("m"), dict(peers.executors_of("m"))) == (["s1"], {"s1": 2})
     peers.update(1, replace(BEAT, actor="e2", scheduler="s0"), 0)
@@ -143,7 +143,7 @@ def test_executors_of_another_model_or_that_drain_do_not_count() -> None:
     assert peers.draining("executor", "m") == ["e1"]
 
 
-def test_what_is_missing_is_missing_for_a_model() -> None:
+def test_missing_service_is_missing_for_its_model() -> None:
     kinds = ("tokenizer", "executor", "detokenizer")
     peers = fleet(SCHEDULERS[0], *(replace(BEAT, kind=kind) for kind in kinds))
     assert (missing(peers), missing(peers, "m")) == ([], [])
@@ -167,7 +167,7 @@ def test_a_model_has_a_digest_where_its_schedulers_agree() -> None:
 @pytest.mark.parametrize(
     ("old_s", "new_s"), [(3_600, 10), (3_600, 3_590), (5, 0), (4, 1), (3, 1), (1, 0), (0, 0)]
 )
-def test_the_later_of_two_with_other_vocabularies_ends_whatever_their_clocks_say(
+def test_later_of_two_with_other_vocabularies_ends_at_any_setting_of_their_clocks(
     old_s: int, new_s: int, clock_us: int
 ) -> None:
     """The ages are of one moment, in each process; a heartbeat may be a second old."""
@@ -204,20 +204,20 @@ def test_the_later_of_two_with_other_vocabularies_ends_whatever_their_clocks_say
         ((("executor", 8), ("scheduler", 8)), ""),
     ],
 )
-def test_an_executor_sees_whether_its_tokens_are_those_of_the_fleet(
+def test_executor_compares_its_tokens_with_the_fleets(
     theirs: tuple[tuple[str, int], ...], other: str
 ) -> None:
     peers = Peers()
     for i, (kind, number) in enumerate(theirs):
         load = ((TOKENS, number),) if number else ()
-        for model, said in (("m", load), ("another", ((TOKENS, 9),))):
+        for model, answered in (("m", load), ("another", ((TOKENS, 9),))):
             actor = str(i) if model == "m" else f"{i}-{model}"
-            beat = Heartbeat(kind=kind, actor=actor, host_id="h", state="ready", model=model, load=said)
+            beat = Heartbeat(kind=kind, actor=actor, host_id="h", state="ready", model=model, load=answered)
             peers.update(1, beat, 0)
     assert peers.of_other_tokens("m", 7) == other
 
 
-def test_an_earlier_version_tells_no_age_and_its_epoch_decides() -> None:
+def test_epoch_decides_for_an_earlier_version_that_sends_no_age() -> None:
     load = ((VOCABULARY, 2),)
     beat = Heartbeat(kind="tokenizer", actor="a", host_id="h", state="ready", model="m", load=load)
     check_vocabulary(Peer("tokenizer.a", 11, beat, 0), "m", 1, 10, 5)

@@ -29,7 +29,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield fleet
 
 
-async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
+async def test_heartbeats_have_the_states_of_a_life(fleet: Fleet) -> None:
     actor = Recorder()
     actor.gate.clear()
     starting = asyncio.create_task(fleet.started(actor))
@@ -41,7 +41,7 @@ async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
     states = [state for _, state in fleet.beats]
     assert states == ["starting", "ready", "draining", "stopped"]
     assert runtime.state == "stopped"
-    assert [what for what, _ in actor.told if what in ("start", "drain", "stop")] == [
+    assert [what for what, _ in actor.events if what in ("start", "drain", "stop")] == [
         "start",
         "drain",
         "stop",
@@ -49,7 +49,7 @@ async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
     assert fleet.broker.subscriptions == [s for s in fleet.broker.subscriptions if s.pattern[2] == "beat"]
 
 
-async def test_a_process_settles_before_the_actor_asks_for_work(fleet: Fleet) -> None:
+async def test_process_settles_before_the_actor_requests_work(fleet: Fleet) -> None:
     """The first work would wait for that."""
     actor, order = Recorder(), list[str]()
     runtime = fleet.runtime(actor)
@@ -61,13 +61,15 @@ async def test_a_process_settles_before_the_actor_asks_for_work(fleet: Fleet) ->
     assert fleet.beats[-1] == ("executor.a", "ready")
 
 
-async def test_whoever_watches_is_told_each_beat_and_when_the_broker_brings_none_back(fleet: Fleet) -> None:
-    told: list[str] = []
+async def test_watcher_gets_each_heartbeat_and_a_report_when_the_broker_brings_none_back(
+    fleet: Fleet,
+) -> None:
+    events: list[str] = []
     runtime = fleet.runtime(Recorder())
 
     def note(state: str, source: str, epoch: int) -> None:
         assert (source, epoch) == ("executor.a", runtime.mailbox.epoch)
-        told.append(state)
+        events.append(state)
 
     runtime.on_heartbeat = note
     await runtime.start()
@@ -81,7 +83,7 @@ async def test_whoever_watches_is_told_each_beat_and_when_the_broker_brings_none
     runtime.upkeep()
     runtime.send_heartbeat()
     await runtime.finish(1.0)
-    assert [state for state, _ in itertools.groupby(told)] == [
+    assert [state for state, _ in itertools.groupby(events)] == [
         "ready",
         "cut_off",
         "ready",
@@ -115,7 +117,7 @@ async def test_a_beat_carries_the_facts(fleet: Fleet) -> None:
     ]
 
 
-async def test_a_newcomer_hears_at_once_who_is_there(fleet: Fleet) -> None:
+async def test_newcomer_gets_the_present_actors_at_once(fleet: Fleet) -> None:
     await fleet.started(Recorder(), "old")
     newcomer = await fleet.started(Recorder("scheduler"), "new")
     assert newcomer.mailbox.peers.ready("executor") == ["old"]
@@ -130,8 +132,8 @@ async def test_handlers_wait_for_start_but_not_for_ready(fleet: Fleet) -> None:
     await fleet.broker.settle()
     fleet.put(Envelope("scheduler.s", 1, 1, cancel("early")))
     await fleet.broker.settle()
-    told = [what for what, _ in actor.told]
-    assert told[0] == "start"
+    events = [what for what, _ in actor.events]
+    assert events[0] == "start"
     assert actor.of("receive") == ["early"]
     assert (await fleet.ask(subjects.STATUS))["state"] == "starting"
     actor.gate.set()
@@ -139,19 +141,19 @@ async def test_handlers_wait_for_start_but_not_for_ready(fleet: Fleet) -> None:
     assert runtime.state == "ready"
 
 
-async def test_what_arrives_while_subscribing_is_kept_for_after_start(fleet: Fleet) -> None:
+async def test_messages_that_arrive_while_subscribing_are_kept_for_after_start(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = fleet.runtime(actor)
     deliver = runtime._guarded(actor.receive)
     deliver("scheduler.s", cancel("one"), "")
     deliver("scheduler.s", cancel("two"), "-trace")
-    assert actor.told == []
+    assert actor.events == []
     assert runtime._status() == {}
     runtime.send_heartbeat()
-    assert actor.told == [], "facts are not asked for before start"
+    assert actor.events == [], "facts are not asked for before start"
     await runtime.start()
     await fleet.broker.settle()
-    assert actor.told[0] == ("start", "")
+    assert actor.events[0] == ("start", "")
     assert actor.of("receive") == ["one", "two-trace"]
 
 
@@ -180,17 +182,19 @@ async def test_an_exception_in_a_handler_fails_the_actor(fleet: Fleet, handler: 
     await fleet.started(Recorder("scheduler"), "s")
     error = await asyncio.wait_for(runtime.failed(), 10)
     assert str(error) == f"broken in {handler}"
-    told = len(actor.of("receive", "peer", "lost", "restart"))
+    events = len(actor.of("receive", "peer", "lost", "restart"))
     fleet.put(Envelope("scheduler.s", 2, 2, cancel("three")))
     await fleet.broker.settle()
-    assert len(actor.of("receive", "peer", "lost", "restart")) == told, "a failed actor handles nothing more"
+    assert len(actor.of("receive", "peer", "lost", "restart")) == events, (
+        "a failed actor handles nothing more"
+    )
     assert await fleet.ask(f"$SRV.STATS.headrace-executor.{runtime.actor_id}")
     await runtime.finish(1.0)
     await runtime.finish(1.0)
     await fleet.broker.settle()
     assert actor.of("drain") == []
     assert actor.of("stop") == [""]
-    assert [state for who, state in fleet.beats if who == "executor.a"][-1] == "failed"
+    assert [state for origin, state in fleet.beats if origin == "executor.a"][-1] == "failed"
 
 
 @pytest.mark.parametrize("moment", ["drain", "stop"])
@@ -216,7 +220,7 @@ async def test_drain_has_a_time_limit(fleet: Fleet, caplog: pytest.LogCaptureFix
     assert actor.of("stop") == [""]
 
 
-async def test_a_setup_error_is_told_without_a_traceback(
+async def test_setup_error_is_printed_without_a_traceback(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = fleet.runtime(Recorder())
@@ -298,7 +302,7 @@ async def test_damaged_or_foreign_beats_are_ignored(fleet: Fleet, caplog: pytest
     assert "dropped a heartbeat on hr.f.beat.scheduler.s: not msgpack" in caplog.text
 
 
-async def test_upkeep_forgets_who_misses_beats(fleet: Fleet) -> None:
+async def test_upkeep_forgets_actors_that_miss_heartbeats(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     other = await fleet.started(Recorder("scheduler"), "s")
@@ -342,7 +346,7 @@ async def test_an_announced_death_is_that_of_missed_beats_at_once_and_once(fleet
     assert actor.of("gone") == ["scheduler.s"] * 2
 
 
-async def test_who_was_stopped_itself_takes_nobody_for_dead(fleet: Fleet) -> None:
+async def test_actor_that_was_stopped_itself_takes_no_other_for_dead(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     await fleet.started(Recorder("scheduler"), "s")
@@ -353,7 +357,7 @@ async def test_who_was_stopped_itself_takes_nobody_for_dead(fleet: Fleet) -> Non
     assert actor.of("gone") == []
 
 
-async def test_who_hears_not_even_itself_takes_nobody_for_dead(fleet: Fleet) -> None:
+async def test_actor_that_does_not_receive_itself_takes_no_other_for_dead(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     await fleet.started(Recorder("scheduler"), "s")
@@ -372,7 +376,7 @@ async def test_who_hears_not_even_itself_takes_nobody_for_dead(fleet: Fleet) -> 
     assert actor.of("gone") == ["scheduler.s"]
 
 
-async def test_who_is_cut_off_neither_asks_nor_announces(fleet: Fleet) -> None:
+async def test_actor_that_is_cut_off_neither_requests_nor_announces(fleet: Fleet) -> None:
     """It would go the way of the message: the few announcements are for later."""
     runtime = await fleet.started(Recorder())
     other = Recorder("scheduler")
@@ -391,7 +395,7 @@ async def test_who_is_cut_off_neither_asks_nor_announces(fleet: Fleet) -> None:
     assert other.of("receive") == ["lost"]
 
 
-async def test_an_actor_is_told_when_the_broker_is_cut_off_and_back(fleet: Fleet) -> None:
+async def test_actor_gets_a_report_when_the_broker_is_cut_off_and_back(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     assert isinstance(runtime.bus, MemoryBus)

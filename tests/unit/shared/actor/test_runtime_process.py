@@ -101,7 +101,7 @@ def test_the_loop_is_uvloop() -> None:
     assert actor.ended == ["drain", "stop"]
 
 
-def test_garbage_is_collected_before_the_actor_asks_for_work() -> None:
+def test_garbage_is_collected_before_the_actor_requests_work() -> None:
     gc.unfreeze()
     actor = Scripted(kill=signal.SIGTERM, later=True)
     assert run(actor) == 0
@@ -144,7 +144,7 @@ def test_an_actor_without_a_name_gets_one() -> None:
     assert len(actor.name.removeprefix("executor.")) == 8
 
 
-def test_what_start_built_is_never_scanned_again() -> None:
+def test_objects_built_by_start_are_never_scanned_again() -> None:
     class Frozen(Scripted):
         async def drain(self) -> None:
             self.frozen = gc.get_freeze_count()
@@ -172,7 +172,7 @@ class Slow(Actor):
         await asyncio.Event().wait()
 
     async def stop(self):
-        print("told", flush=True)
+        print("stopped", flush=True)
         STOP
 
 async def connect(name):
@@ -188,9 +188,9 @@ raise SystemExit(run(Slow(), connect, ProcessOptions(fleet="f", host_id="h")))
     ids=["in order", "hangs", "blocks", "third signal"],
 )
 def test_a_second_signal_ends_the_drain(stop: str) -> None:
-    """And it ends whatever comes after."""
+    """And it ends after any later message."""
     code = SECOND_SIGNAL.replace("STOP", stop)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False, capture_output=True, text=True
     )
-    assert (done.stdout, done.returncode) == ("told\n", 130)
+    assert (done.stdout, done.returncode) == ("stopped\n", 130)

@@ -100,7 +100,7 @@ def test_an_argument_is_read_by_its_schema(family: str, schema: Any, text: str, 
     ],
     ids=str,
 )
-def test_the_schema_of_an_argument_is_found_behind_references_and_combinations(
+def test_schema_of_an_argument_is_found_through_references_and_combinations(
     family: str, root: dict[str, Any]
 ) -> None:
     assert argument(family, None, "12345", root) == "12345"

@@ -76,20 +76,20 @@ def test_calls_or_text_under_a_schema(name: str, thinking: bool) -> None:
     thought = f"hm{form.think[1]}\n\n" if thinking and form.think else ""
     called = form.writes.before.replace("NAME", "get_time") + arguments_in(name, SECOND) + form.writes.after
     called = form.writes.first + called + form.writes.last
-    said = '{"name": "Ada", "parameters": [1, 2]}'
+    bare_call = '{"name": "Ada", "parameters": [1, 2]}'
     assert accepts(rule, thought + called)
-    assert accepts(rule, thought + said)
-    for wrong in (TEXT, f"{said} {called}", f"{called}{said}", '{"name": "Ada"}', ""):
+    assert accepts(rule, thought + bare_call)
+    for wrong in (TEXT, f"{bare_call} {called}", f"{called}{bare_call}", '{"name": "Ada"}', ""):
         assert not accepts(rule, thought + wrong)
-    for pieces in ([thought + said], thought + said):
+    for pieces in ([thought + bare_call], thought + bare_call):
         found = read(name, *pieces, thinking=thinking)
-        assert (found.content, found.calls) == (said, [])
+        assert (found.content, found.calls) == (bare_call, [])
     (call,) = read(name, *thought, called, thinking=thinking).calls
     assert (call[0], json.loads(call[1])) == ("get_time", SECOND)
 
 
 @pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.writes])
-def test_nothing_but_calls(name: str) -> None:
+def test_rule_of_required_calls_accepts_only_calls(name: str) -> None:
     form = FORMATS[name]
     assert form.writes is not None
     rules = grammar.calls(form, SCHEMAS, required=True, parallel=True)

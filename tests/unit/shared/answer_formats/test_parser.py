@@ -19,7 +19,7 @@ NAMES = [f"{i}-{answer.form}" for i, answer in enumerate(ANSWERS)]
 def test_the_whole_answer(answer: Answer) -> None:
     found = read(answer.form, answer.text, thinking=answer.opened)
     assert found.reasoning == (THOUGHT if answer.thinks else "")
-    assert found.content == (TEXT if answer.says else "")
+    assert found.content == (TEXT if answer.has_text else "")
     assert [(name, json.loads(arguments)) for name, arguments in found.calls] == [
         ("get_weather", FIRST),
         ("get_time", SECOND),
@@ -35,7 +35,7 @@ def test_every_split_in_two_and_every_character_alone(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=NAMES)
-def test_without_functions_there_are_no_calls_and_no_text_is_lost(answer: Answer) -> None:
+def test_text_has_no_calls_and_loses_nothing_without_functions(answer: Answer) -> None:
     found = read(answer.form, *answer.text, thinking=answer.opened, tools=None)
     assert found.calls == []
     assert found.reasoning.startswith(THOUGHT if answer.thinks else "")
@@ -119,7 +119,7 @@ def test_text_without_markers_is_the_content_of_any_format(name: str) -> None:
     assert read(name, text, tools=None).content == text
 
 
-def test_what_is_held_back_has_a_bound() -> None:
+def test_held_back_text_has_a_bound() -> None:
     head = "[TOOL_CALLS]" + "a" * 2 * MAX_HEAD
     parts = parts_of("mistral_v11", [head])[0]
     assert parts == [Part("content", head)]

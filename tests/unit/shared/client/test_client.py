@@ -20,7 +20,7 @@ def stream(ended: list[str], name: str, pile: UnreadTotal) -> UnreadFrames:
     return UnreadFrames(lambda: ended.append(name), pile)
 
 
-async def test_of_a_tenant_that_reads_nothing_the_streams_end_and_no_others(
+async def test_streams_of_a_tenant_that_reads_nothing_end_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "MAX_TENANT_BYTES", 1_000)
@@ -40,7 +40,7 @@ async def test_of_a_tenant_that_reads_nothing_the_streams_end_and_no_others(
     assert (pile.size, other.size) == (0, 0)
 
 
-async def test_what_a_reader_leaves_behind_counts_no_more() -> None:
+async def test_items_left_by_a_reader_count_no_more() -> None:
     pile = UnreadTotal()
     one, two = stream([], "one", pile), stream([], "two", pile)
     for _ in range(3):
@@ -56,7 +56,7 @@ async def test_what_a_reader_leaves_behind_counts_no_more() -> None:
 async def test_a_model_that_is_not_served_again_fails_later_requests_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request whose own time is over before that says the same."""
+    """A request whose own time is over before that gets the same."""
     asker, sent, served = await Client.open(MemoryBroker().connect()), list[str](), True
 
     def publish(

@@ -1,4 +1,4 @@
-"""Whose inbox an answer may go to, and where one that asks in others' names hears it."""
+"""Whose inbox an answer may go to, and where a service that acts in others' names receives it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def may_go(user: str, subject: str, reply: str) -> bool:
 
 @pytest.mark.parametrize("user", ["", "acme", "anybody"])
 @pytest.mark.parametrize("reply", ["_INBOX.bob.1", "my.answers", "_INBOX.x"])
-def test_without_credentials_of_ours_any_inbox_will_do(user: str, reply: str) -> None:
+def test_any_inbox_is_accepted_without_credentials_of_ours(user: str, reply: str) -> None:
     assert may_go(user, GENERATE, reply)
     assert not may_go(user, GENERATE, "hr.default.scheduler.1.in.Tokenized")
 
@@ -31,7 +31,7 @@ def test_without_credentials_of_ours_any_inbox_will_do(user: str, reply: str) ->
         (subjects.events_snapshot("acme"), "headrace-operator"), ("$SRV.PING", "headrace-scheduler"),
     ],
 )  # fmt: skip
-def test_with_them_it_lies_below_the_inbox_of_whoever_may_ask(subject: str, place: str) -> None:
+def test_inbox_lies_below_that_of_the_permitted_requester_with_credentials(subject: str, place: str) -> None:
     assert may_go("headrace-tokenizer", subject, f"_INBOX.{place}.1.2")
     near = () if place.startswith("headrace-") else (place, f"{place}2.1", "headrace-gateway.1")
     for other in ("bob.1.2", "1", "bob.headrace-gateway.1.2", f"bob.{place}.1", *near):
@@ -53,7 +53,7 @@ def test_with_them_it_lies_below_the_inbox_of_whoever_may_ask(subject: str, plac
         (subjects.trace("acme"), "_INBOX.headrace-operator.1.2", "_INBOX.headrace-operator.1.2"),
     ],
 )
-def test_with_accounts_any_inbox_of_a_tenant_has_a_place_below_its_own(
+def test_any_inbox_of_a_tenant_has_a_place_below_its_own_with_accounts(
     subject: str, reply: str, place: str
 ) -> None:
     asked = access.mapped(Delivery(subject, b"", reply))
@@ -62,13 +62,13 @@ def test_with_accounts_any_inbox_of_a_tenant_has_a_place_below_its_own(
 
 
 @pytest.mark.parametrize("reply", ["", "my.answers", "hr.default.scheduler.1.in.Tokenized", "_INBOX", "_R.1"])
-def test_with_accounts_what_is_no_inbox_gets_no_answer(reply: str) -> None:
+def test_invalid_inbox_gets_no_answer_with_accounts(reply: str) -> None:
     asked = access.mapped(Delivery(GENERATE, b"", reply))
     assert asked.reply == reply
     assert not access.can_answer(MemoryBroker().connect("headrace-tokenizer"), asked)
 
 
-def test_who_asks_in_others_names_hears_the_answers_below_theirs() -> None:
+def test_service_that_acts_in_others_names_receives_the_answers_below_theirs() -> None:
     """So one rule holds for all, and the service's permission covers each of them."""
     own = "_INBOX.headrace-gateway.abc"
     inbox = access.reply_inbox("headrace-gateway", "acme", own)

@@ -115,7 +115,7 @@ def test_no_name_of_a_tenant_stands_for_all_tenants() -> None:
         assert "*" not in parts, subject
 
 
-def test_a_trace_request_of_a_tenant_is_told_from_that_of_the_operator() -> None:
+def test_trace_request_of_a_tenant_is_distinguished_from_that_of_the_operator() -> None:
     assert subjects.asked_trace(b"") == ("", False)
     assert subjects.asked_trace(subjects.TRACE_STEPS) == ("", True)
     for tenant in ("acme", "steps", "a.b c", "é"):

@@ -55,7 +55,7 @@ NATIVE: dict[str, Any] = {
 
 
 def test_a_line_for_responses_is_a_chat_and_its_answer_a_response() -> None:
-    """The defaults of a batch hold; the response says that it is not stored apart."""
+    """The defaults of a batch hold; the response shows that it is not stored apart."""
     line = read_line(json.dumps(RESPONSE).encode())
     defaults = {"model": "m", "seed": 1, "slo_class": "batch", "finish_detached": True}
     call = line.call("batch_1.1", defaults)

@@ -58,7 +58,7 @@ def started(env: pytest.MonkeyPatch, receiver: Receiver, **more: str) -> Tracer:
         ({"OTEL_SERVICE_NAME": "x"}, False),
     ],
 )
-def test_which_variables_turn_it_on(env: dict[str, str], on: bool) -> None:
+def test_export_is_turned_on_by_these_variables(env: dict[str, str], on: bool) -> None:
     assert is_on(env) is on
 
 
@@ -138,7 +138,7 @@ def test_each_span_is_of_the_service_that_spends_the_time(
     }
 
 
-def test_the_self_test_says_where_the_span_arrived(
+def test_self_test_prints_where_the_span_arrived(
     otel_env: pytest.MonkeyPatch, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracer = started(otel_env, receiver)
@@ -152,7 +152,7 @@ def test_the_self_test_says_where_the_span_arrived(
     tracer.stop(2)
 
 
-def test_a_collector_that_is_away_is_told_once(
+def test_absent_collector_is_reported_once(
     otel_env: pytest.MonkeyPatch, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.stop()
@@ -182,7 +182,7 @@ def test_a_stop_ends_at_the_first_try_that_a_collector_refuses(
 
 
 def test_the_first_metrics_are_sent_at_once(otel_env: pytest.MonkeyPatch, receiver: Receiver) -> None:
-    """And not after the minute of the SDK's interval, which is the first that tells of a collector."""
+    """And not after the minute of the SDK's interval, which is the first that reports a collector."""
     otel_env.setenv(ENDPOINT, receiver.url)
     metrics = otel_sdk.OtelMeterSink("scheduler", "s", "http/protobuf")
     metrics.put((MetricPoint("a", 1, "1"),))
@@ -191,7 +191,7 @@ def test_the_first_metrics_are_sent_at_once(otel_env: pytest.MonkeyPatch, receiv
     metrics.stop(5)
 
 
-def test_grpc_without_its_package_says_the_mend(
+def test_missing_grpc_package_is_an_error_with_the_mend(
     otel_env: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     otel_env.setenv(ENDPOINT, "http://127.0.0.1:4317")
@@ -210,7 +210,7 @@ def test_another_protocol_is_refused(otel_env: pytest.MonkeyPatch, caplog: pytes
     assert "use http/protobuf or grpc" in caplog.text
 
 
-def test_a_bad_sampler_is_told_and_does_not_stop_the_service(
+def test_bad_sampler_is_reported_and_does_not_stop_the_service(
     otel_env: pytest.MonkeyPatch, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracer = started(otel_env, receiver, OTEL_TRACES_SAMPLER="sometimes")

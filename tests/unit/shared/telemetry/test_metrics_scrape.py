@@ -1,4 +1,4 @@
-"""The page for Prometheus: its variables, its ports, its names, and what it answers to whom."""
+"""The page for Prometheus: its variables, its ports, its names, and which answer each client gets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import pytest
 
 from shared.errors import SetupError
 from shared.telemetry import metrics
-from shared.telemetry.metrics import MAX_CONNECTIONS, ScrapePoint, ScrapeTargets, answer, to_prometheus
+from shared.telemetry.metrics import (
+    MAX_CONNECTIONS,
+    ScrapePoint,
+    ScrapeTargets,
+    answer,
+    process_metrics,
+    to_prometheus,
+)
 from shared.telemetry.otel import METRICS, is_on, prometheus_address
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics, process_metrics
+from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 ON = {"OTEL_METRICS_EXPORTER": "prometheus"}
 COUNTED: Metrics = (MetricPoint("n", 3, "1", is_counter=True),)
@@ -51,8 +58,8 @@ def test_each_service_has_its_port_from_the_first_upwards() -> None:
     first = 20_000 + os.getpid() % 10_000
     found = ScrapeTargets({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(first)}, ["gateway", "executor-0"])
     assert found.addresses == {"gateway": ("127.0.0.1", first), "executor-0": ("127.0.0.1", first + 1)}
-    told = found.variables("executor-0")
-    assert prometheus_address({**ON, **told}) == ("127.0.0.1", first + 1)
+    found_variables = found.variables("executor-0")
+    assert prometheus_address({**ON, **found_variables}) == ("127.0.0.1", first + 1)
     assert found.shown() == (
         f"gateway http://127.0.0.1:{first}/metrics, executor-0 http://127.0.0.1:{first + 1}/metrics"
     )
@@ -76,7 +83,7 @@ async def test_a_free_port_is_held_for_the_service_that_comes_later() -> None:
         stranger.bind(pages.addresses["b"])
 
 
-def test_what_vllm_counts_has_its_names() -> None:
+def test_counters_of_vllm_have_its_names() -> None:
     page = to_prometheus(
         [
             MetricPoint("headrace.scheduler.preemptions", 4, "{preemption}", is_counter=True),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.telemetry.readings import SAMPLE_US, WINDOW_US, Recent
 
 
-def test_nothing_has_changed_before_the_first_sample() -> None:
+def test_change_is_empty_before_the_first_sample() -> None:
     recent = Recent()
     recent.sample(1, {})
     assert recent.change(2, {"done": 1}) == {}

@@ -35,7 +35,7 @@ def test_the_trace_id_is_the_second_field() -> None:
         ("", False),
     ],
 )
-def test_which_headers_are_taken(text: str, valid: bool) -> None:
+def test_accepted_trace_headers_are_these(text: str, valid: bool) -> None:
     assert traces.is_valid(text) is valid
     assert traces.from_headers({"traceparent": text}) == (text if valid else "")
 

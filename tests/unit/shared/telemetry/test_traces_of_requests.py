@@ -73,7 +73,7 @@ def test_every_stage_of_an_answered_request() -> None:
     assert covered_us((s.start_us, s.end_us) for s in leaves(spans)) == 4_450 - 1_000
 
 
-def test_what_the_spans_say() -> None:
+def test_spans_have_the_facts_of_the_request() -> None:
     spans = spans_of(Choice(index=0, tokens=3, reason="stop", close=close()))
     root, by_name = spans[0], {s.name: s for s in spans}
     assert root.attributes == {
@@ -170,7 +170,7 @@ def test_a_running_request_ends_now() -> None:
     assert {"first token", "detokenize", "send"}.isdisjoint(s.name for s in spans)
 
 
-def test_a_request_whose_scheduler_was_lost_has_what_the_detokenizer_saw() -> None:
+def test_request_whose_scheduler_was_lost_has_the_times_of_the_detokenizer() -> None:
     spans = spans_of(error=Unavailable("the scheduler has gone"))
     assert table(spans) == [
         ("chat m", 1_000, 4_450, None),
@@ -182,7 +182,7 @@ def test_a_request_whose_scheduler_was_lost_has_what_the_detokenizer_saw() -> No
 
 
 def test_clocks_that_disagree_make_no_negative_span() -> None:
-    reply = Reply(opened_us=5, first_us=5, built_us=5, sent_us=5)  # a detokenizer far behind
+    reply = Reply(opened_us=5, first_us=5, built_us=5, sent_us=5)  # a detokenizer that lags far
     spans = spans_of(Choice(index=0, tokens=3, reason="stop", close=close()), reply=reply)
     assert all(s.end_us >= s.start_us for s in spans)
     orphan = spans_of(reply=reply)
@@ -221,7 +221,8 @@ def test_a_pause_is_a_span_with_its_reason() -> None:
 
 
 def test_a_restore_is_a_span_beside_its_event() -> None:
-    """Of blocks of the prompt, right after admission, and of those of a paused answer, from 3360 to 3560."""
+    """Loads of blocks of the prompt, right after admission, and of those of a paused answer, from 3360 to
+    3560."""
     numbers = (("tokens", 256), ("predicted_us", 180), ("took_us", 200), ("recompute_us", 900))
     decisions = (
         Decision(at_us=100, what="admit", why="room"),

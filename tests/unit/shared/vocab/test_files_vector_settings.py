@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say, and which of their keys are refused by name."""
+"""The files of sentence-transformers, and which of their keys are refused by name."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ TWO = [module("Transformer"), module("Pooling", "1_Pooling")]
         ({WHOLE: {"model_type": "SparseEncoder"}}, "model_type = 'SparseEncoder'"),
     ],
 )
-def test_what_is_not_followed_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_unsupported_vector_setting_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     assert vector_settings(folder_of(tmp_path, **changes)).refused.startswith(named)
 
 

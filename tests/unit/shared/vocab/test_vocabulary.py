@@ -85,7 +85,7 @@ def test_decode_equals_hugging_face(smollm: Vocabulary, ids: list[int]) -> None:
     assert smollm.decode(ids) == decoders.ByteLevel().decode([TOKENS[i] for i in ids])
 
 
-def test_control_tokens_are_text_unless_asked_for(smollm: Vocabulary) -> None:
+def test_control_tokens_are_text_unless_requested(smollm: Vocabulary) -> None:
     text = "<|im_start|>hi<|im_end|>"
     plain = smollm.encode(text)
     assert not set(plain) & {0, 1, 2}
@@ -137,7 +137,7 @@ def test_tokens_that_fill_the_ids_are_no_other_vocabulary(smollm: Vocabulary) ->
     assert longer.tokens_digest != smollm.tokens_digest
 
 
-def test_byte_characters_are_those_of_the_tokenizers_library() -> None:
+def test_byte_characters_equal_the_tokenizers_librarys() -> None:
     assert sorted(byte_characters()) == sorted(pre_alphabet())
     assert byte_characters()[ord(" ")] == "Ġ"
 
@@ -201,7 +201,7 @@ def test_sentencepiece_equals_score_merging(sentencepiece: Vocabulary, text: str
 
 @given(TEXTS)
 def test_sentencepiece_round_trip_with_byte_fallback(sentencepiece: Vocabulary, text: str) -> None:
-    if "▁" not in text:  # SentencePiece cannot tell it from a space
+    if "▁" not in text:  # SentencePiece cannot distinguish it from a space
         assert sentencepiece.decode(sentencepiece.encode(text)) == text
 
 
@@ -271,7 +271,7 @@ def test_resolve_finds_paths_names_and_hub_ids(tmp_path: Path) -> None:
     assert served_name(str(hub)) == "owner--name"
 
 
-def test_missing_models_say_how_to_get_them(tmp_path: Path) -> None:
+def test_missing_models_print_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=rf"{tmp_path}/models/.*`headrace pull {DEFAULT_MODEL}`"):
         resolve(DEFAULT_MODEL, tmp_path)
     with pytest.raises(SetupError, match=r"there is no model at /nowhere/x\.gguf"):
@@ -294,7 +294,7 @@ def test_a_name_without_a_source_is_not_advised_to_be_pulled(tmp_path: Path) -> 
     assert resolve("own", tmp_path).name == "own", "a folder that was put there"
 
 
-def test_a_file_that_is_no_model_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_is_no_model_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("notes.txt", "owner/name", DEFAULT_MODEL):
         (tmp_path / name).parent.mkdir(exist_ok=True)

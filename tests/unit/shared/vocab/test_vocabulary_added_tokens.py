@@ -96,7 +96,7 @@ def prompt(tokenizer: Tokenizer, contents: list[str]) -> list[int]:
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @settings(max_examples=60)
 @given(split=st.sampled_from([*SPLITS]), flags=st.sampled_from(FLAGS), contents=CONTENTS)
-def test_ids_are_those_of_the_library_and_names_in_messages_are_text(
+def test_ids_equal_the_librarys_and_names_in_messages_are_text(
     normalizer: str, split: str, flags: dict[str, bool], contents: list[str]
 ) -> None:
     """The library's token has another name of the same form, which no message has."""

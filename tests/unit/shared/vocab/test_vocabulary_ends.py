@@ -25,8 +25,8 @@ def change(file: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-def test_a_gguf_ends_at_the_names_that_llama_cpp_knows(tmp_path: Path, kind: int) -> None:
-    """Whatever their type: they are control tokens then, and have no text."""
+def test_gguf_ends_at_the_names_of_llama_cpps_end_tokens(tmp_path: Path, kind: int) -> None:
+    """At any type: they are control tokens then, and have no text."""
     names = ["<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"]
     kinds = dict.fromkeys(CONTROLS, 3) | dict.fromkeys(["<|im_end|>", "<|endoftext|>", *names], kind)
     vocabulary = loaded(write_bpe_gguf(tmp_path / "m.gguf", kinds=kinds, eos_id=5))
@@ -36,7 +36,7 @@ def test_a_gguf_ends_at_the_names_that_llama_cpp_knows(tmp_path: Path, kind: int
     assert not set(vocabulary.encode("".join(names))) & set(vocabulary.eos_ids)
 
 
-def test_beside_return_and_call_the_token_end_is_none(tmp_path: Path) -> None:
+def test_token_end_is_no_end_beside_return_and_call(tmp_path: Path) -> None:
     kinds = dict.fromkeys(["<|end|>", "<|return|>", "<|call|>"], 3)
     vocabulary = loaded(write_bpe_gguf(tmp_path / "m.gguf", kinds=kinds))
     (end,), (back,) = (vocabulary.encode(name, special=True) for name in ("<|end|>", "<|return|>"))
@@ -46,7 +46,9 @@ def test_beside_return_and_call_the_token_end_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "smollm", "qwen2", "gpt-2"])
 @pytest.mark.parametrize("key", [None, True, False])
-def test_what_a_gguf_puts_before_a_completion(tmp_path: Path, pre: str, key: bool | None) -> None:
+def test_completion_prompt_of_a_gguf_starts_with_its_begin_token(
+    tmp_path: Path, pre: str, key: bool | None
+) -> None:
     """Llama 3's files leave `add_bos_token` out, and llama.cpp adds the token."""
     vocabulary = loaded(write_bpe_gguf(tmp_path / "m.gguf", pre, add_bos=key))
     begins = pre.startswith("llama") if key is None else key
@@ -59,7 +61,7 @@ def test_ids_of_a_gguf_without_a_token_are_none(tmp_path: Path) -> None:
     assert vocabulary.eos_ids == (0, 2)  # by their names
 
 
-def test_a_folder_ends_where_its_files_say(tmp_path: Path) -> None:
+def test_end_tokens_of_a_folder_follow_its_files(tmp_path: Path) -> None:
     """The tokenizer's end comes first: it is the `eos_token` of the chat template."""
     folder = write_hf_folder(tmp_path / "m")
     change(folder / "generation_config.json", eos_token_id=[0, 2, 7])
@@ -71,7 +73,7 @@ def test_a_folder_ends_where_its_files_say(tmp_path: Path) -> None:
     assert loaded(folder).eos_ids == (2, 9, 8)
     change(folder / "config.json", eos_token_id=8)
     assert loaded(folder).eos_ids == (2, 8)
-    change(folder / "generation_config.json", max_length=5)  # it says nothing of ends
+    change(folder / "generation_config.json", max_length=5)  # it has no ends
     assert loaded(folder).eos_ids == (2, 8)
     change(folder / "generation_config.json", eos_token_id=[-1, 7, 128001])  # of another vocabulary
     assert loaded(folder).eos_ids == (2, 7)
@@ -98,7 +100,7 @@ def with_template(tmp_path: Path, template: str, **config: bool | None) -> Path:
         ("$A", True, (1,)),
     ],
 )
-def test_what_a_folder_puts_before_a_completion(
+def test_completion_prompt_of_a_folder_starts_with_its_begin_token(
     tmp_path: Path, template: str, asked: bool | None, prefix: tuple[int, ...]
 ) -> None:
     folder = with_template(tmp_path, template, add_bos_token=asked)
@@ -115,7 +117,7 @@ def test_what_a_folder_puts_before_a_completion(
         ("$A", False, ()),
     ],
 )
-def test_what_a_folder_puts_after_a_text_for_a_vector(
+def test_text_for_a_vector_ends_with_the_folders_end_token(
     tmp_path: Path, template: str, asked: bool | None, suffix: tuple[int, ...]
 ) -> None:
     folder = with_template(tmp_path, template, add_eos_token=asked)

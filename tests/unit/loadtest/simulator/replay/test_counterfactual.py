@@ -97,11 +97,11 @@ def test_history_is_what_the_readers_saw(recorded: tuple[bytes, Readers]) -> Non
     seen = {
         r.asked.request: (r.first_us, r.last_us, r.tokens, r.stall_us, r.reason) for r in recorded[1].records
     }
-    told = {
+    reported = {
         r.asked.request.partition("/")[2]: (r.first_us, r.last_us, r.tokens, r.stall_us, r.reason)
         for r in history.readers.records
     }
-    assert told == seen
+    assert reported == seen
     (past,) = history.executors.values()
     assert {step.loop_us for step in past.steps} == {1_400}
     assert all(step.took_us == H200_8B.step_us(step.shape) for step in past.steps)

@@ -74,7 +74,7 @@ def busy_log(sink: Pages, seed: int = 1, requests: int = 60) -> World:
     return world
 
 
-def test_what_tiers_say_is_done_again(often: None) -> None:
+def test_answers_of_tiers_are_replayed(often: None) -> None:
     """Lookups, stores, loads and their failures are events like all others."""
     pages = Pages()
     world = recorded_world(pages)
@@ -274,7 +274,7 @@ def test_damage_before_the_end_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("data", [b"plain text, long enough", b"short", bytes(200)])
-def test_what_is_no_log_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_damaged_log_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(data)
     with pytest.raises(LogError):
@@ -290,7 +290,7 @@ def test_another_version_is_refused(version: int, monkeypatch: pytest.MonkeyPatc
         read(data)
 
 
-def test_a_missing_file_and_an_empty_one_are_told_apart(tmp_path: Path) -> None:
+def test_missing_file_and_empty_file_have_different_errors(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="cannot be read: No such file"):
         rerun_file(tmp_path / "none")
     (tmp_path / "empty").write_bytes(b"")
@@ -298,7 +298,7 @@ def test_a_missing_file_and_an_empty_one_are_told_apart(tmp_path: Path) -> None:
         rerun_file(tmp_path / "empty")
 
 
-def test_a_log_without_a_snapshot_says_so() -> None:
+def test_log_without_a_snapshot_is_an_error_that_names_it() -> None:
     with pytest.raises(LogError, match="no whole snapshot"):
         rerun(read(event_log.header(FACTS) + event_log.happened(1, Ticked(), [])))
 

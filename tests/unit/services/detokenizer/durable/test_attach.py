@@ -1,4 +1,5 @@
-"""Attached readers: whatever reaches them, and whenever they attach, what they put together is the answer."""
+"""Attached readers: with any messages lost, and attached at any time, what they put together is the
+answer."""
 
 from __future__ import annotations
 
@@ -96,9 +97,9 @@ class World:
             **more,
         }
         for seq in (0, 1):
-            self.say(Open(seq=seq, choice=seq, stream=stream, **fields))
+            self.send(Open(seq=seq, choice=seq, stream=stream, **fields))
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         for message in messages:
             self.carry(self.core.handle(self.scheduler, message))
 
@@ -114,7 +115,7 @@ class World:
         scores = floats(-byte for byte in data) if self.scored else floats()
         first, self.sent[seq] = self.sent[seq], self.sent[seq] + len(data)
         ids, counts = ints(3 + byte for byte in data), ints([len(data)])
-        self.say(
+        self.send(
             Tokens(
                 executor="e", step=1, seqs=ints([seq]), first=ints([first]), counts=counts, ids=ids,
                 logprobs=scores,
@@ -133,7 +134,7 @@ class World:
     def close(self, **more: Any) -> None:
         for seq in (0, 1):
             usage = Usage(prompt_tokens=1, completion_tokens=self.sent[seq])
-            self.say(Close(seq=seq, final=self.sent[seq], reason="length", usage=usage, **more))
+            self.send(Close(seq=seq, final=self.sent[seq], reason="length", usage=usage, **more))
 
     def numbers(self, inbox: str) -> list[int]:
         return [frame.number for frame in self.published if frame.inbox == inbox]
@@ -197,7 +198,7 @@ def test_any_sequence_of_attaches_gives_the_answer(
             assert scores == [s["logprob"] for s in choice["logprobs"]["content"]][: len(scores)]
     assert reader.end["usage"] == answer["usage"]
     assert world.core.is_idle
-    assert world.core.load()["frames"] == len(world.published)
+    assert world.core.status()["frames"] == len(world.published)
 
 
 def begun(letters: Vocabulary, **more: Any) -> World:
@@ -265,7 +266,7 @@ def test_the_client_of_a_moved_stream_is_its_reader(letters: Vocabulary) -> None
     assert world.messages[-1] == Detached(seqs=ints([0, 1]))
 
 
-def test_who_leaves_gets_no_more(letters: Vocabulary) -> None:
+def test_reader_that_leaves_gets_no_more(letters: Vocabulary) -> None:
     world = begun(letters)
     world.attach("a")
     world.attach("b", b'{"leave": true}')
@@ -321,7 +322,7 @@ def test_a_backlog_refuses_for_now(letters: Vocabulary) -> None:
 def test_a_failure_reaches_the_reader(letters: Vocabulary, stream: bool) -> None:
     world = begun(letters, stream=stream)
     world.attach("a")
-    world.say(Close(seq=0, final=6, reason="error", code=500, message="the engine broke"))
+    world.send(Close(seq=0, final=6, reason="error", code=500, message="the engine broke"))
     assert world.inboxes["a"][-1]["error"]["message"] == "the engine broke"
     assert world.inboxes["a"][-1]["frame"] == 2
     assert world.inboxes["in"][-1]["error"]["message"] == (
@@ -329,10 +330,10 @@ def test_a_failure_reaches_the_reader(letters: Vocabulary, stream: bool) -> None
         if stream
         else "the engine broke"
     )
-    assert world.core.load()["requests"] == 0
+    assert world.core.status()["requests"] == 0
 
 
-def test_after_an_outage_a_moved_stream_starts_over_in_its_new_inbox(letters: Vocabulary) -> None:
+def test_moved_stream_starts_over_in_its_new_inbox_after_an_outage(letters: Vocabulary) -> None:
     world = begun(letters, stream=True)
     reader = Reader()
     world.attach("a")
@@ -365,7 +366,7 @@ def test_an_attach_ends_the_doubt_about_a_client(letters: Vocabulary) -> None:
     assert (reader.begun, reader.texts, reader.end is None) == (1, {0: "river mill"}, False)
 
 
-def test_after_an_outage_a_reader_of_a_plain_request_attaches_again(letters: Vocabulary) -> None:
+def test_reader_of_a_plain_request_attaches_again_after_an_outage(letters: Vocabulary) -> None:
     world = begun(letters)
     world.attach("a")
     world.core.on_broker_lost()
@@ -383,7 +384,7 @@ def test_another_scheduler_goes_on_with_the_reader(letters: Vocabulary) -> None:
         request="r", attempt=1, tenant="t", model="m", inbox="in", timeout_us=10**9, max_tokens=20,
         stream=False, seed=7, n=2, tokens=ints([11]),
     )  # fmt: skip
-    world.say(kept)
+    world.send(kept)
     world.attach("a")
     world.carry(world.core.on_lost(SCHEDULER, "it has gone", lambda source: False, void=True))
     world.carry(world.core.failover.advance(["b"], 1_000))
@@ -392,11 +393,11 @@ def test_another_scheduler_goes_on_with_the_reader(letters: Vocabulary) -> None:
     assert [*asked.generated] == [6, 0]
     fields: dict[str, Any] = {"request": "r", "tenant": "t", "model": "m", "inbox": "in", "attempt": 1}
     world.scheduler = "scheduler.b"
-    world.say(*(Open(seq=seq, choice=seq, choices=2, stream=False, **fields) for seq in (0, 1)))
+    world.send(*(Open(seq=seq, choice=seq, choices=2, stream=False, **fields) for seq in (0, 1)))
     world.tokens(0, b"mill")
     world.flush()
     world.close()
     for frame in world.inboxes["a"]:
         reader.read(frame)
     assert (reader.begun, reader.texts, reader.end is None) == (1, {0: "river mill"}, False)
-    assert world.core.load()["requests"] == 0
+    assert world.core.status()["requests"] == 0

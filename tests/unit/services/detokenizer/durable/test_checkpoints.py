@@ -162,7 +162,7 @@ def test_a_turn_has_a_bounded_number_and_the_longest_wait_comes_first(core: Core
 
 
 @pytest.mark.parametrize("why", ["not asked for", "cancelled", "torn", "ended", "scores are missing"])
-def test_what_has_none(core: Core, why: str) -> None:
+def test_request_has_no_checkpoints_in_these_cases(core: Core, why: str) -> None:
     asked = dataclasses.replace(
         ASKED, checkpoints="" if why == "not asked for" else ASKED.checkpoints, logprobs=2 * (why[:2] == "sc")
     )
@@ -253,7 +253,7 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
 
 
 def test_a_request_that_runs_is_not_disturbed(core: Core, letters: Vocabulary) -> None:
-    """Its scheduler says that it runs: whatever the attempt of the checkpoint, it is not newer than a request
+    """Its scheduler reports that it runs: at any attempt of the checkpoint, it is not newer than a request
     that has started over."""
     begin(core, dataclasses.replace(ASKED, attempt=3))
     give(core, A, step(5, 0, ids("abc")))
@@ -323,7 +323,7 @@ def test_a_checkpoint_is_of_one_body(core: Core) -> None:
     assert not is_of(b"", BODY)
 
 
-def test_what_is_no_checkpoint_is_an_error(core: Core) -> None:
+def test_damaged_checkpoint_is_an_error(core: Core) -> None:
     asked = dataclasses.replace(ASKED, logprobs=3)
     begin(core, asked)
     give(core, A, step(5, 0, [40, 41], scored=True))

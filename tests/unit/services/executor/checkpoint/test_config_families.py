@@ -70,7 +70,7 @@ def test_phi3_is_one_entry() -> None:
     assert entry[0].count("\n") <= 60
 
 
-def test_no_engine_knows_a_family() -> None:
+def test_engines_have_no_branch_for_a_family() -> None:
     named = re.compile("|".join(rf"""["']{kind}["']""" for kind in FAMILIES))
     knows = [str(path.relative_to(ROOT)) for path in PRODUCT if named.search(path.read_text("utf-8"))]
     assert [name for name in knows if name.startswith(ENGINES)] == []

@@ -1,4 +1,4 @@
-"""A checkpoint that says what we do not know is refused by name; those that people have are taken."""
+"""A checkpoint with an unknown key is refused by its name; published ones are accepted."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_keys_of_published_models_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
-def test_what_transformers_writes_is_taken(kind: str) -> None:
+def test_keys_written_by_transformers_are_accepted(kind: str) -> None:
     from_hf(transformers.AutoConfig.for_model(kind, sliding_window=None).to_dict())
 
 
@@ -131,7 +131,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
         assert shapes.sliding_window == (getattr(theirs, "sliding_window", None) or 0)
 
 
-# Of models that are computed otherwise, by key; and a key that nobody has heard of.
+# Keys of models that are computed otherwise; and a key without a meaning.
 CHANGES: dict[str, Any] = {
     "quantization_config": {"quant_method": "gptq", "bits": 4},
     "compression_config": {"format": "pack-quantized"},
@@ -172,11 +172,11 @@ CHANGES: dict[str, Any] = {
     "per_layer_config": {"0": {"head_dim": 8}},
     "auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"},
     "architectures": ["LlamaForCausalLMEagle"],
-    "nobody_knows_this": 0,
-    "nobody_knows_that": False,
+    "unknown_number": 0,
+    "unknown_flag": False,
 }
 
-SAID = {
+REASONS = {
     "hidden_act": "activation 'gelu_",
     "rope_scaling": "rope scaling 'dynamic'",
     "rope_parameters": "rope scaling 'proportional'",
@@ -188,7 +188,7 @@ SAID = {
 def test_one_unknown_key_refuses_a_config(key: str) -> None:
     good = {**SIZES, **SAVED, **PUBLISHED["Llama-2-7b-hf"]}
     from_hf(good)
-    with pytest.raises(SetupError, match=rf"{SAID.get(key, key)}.* supported"):
+    with pytest.raises(SetupError, match=rf"{REASONS.get(key, key)}.* supported"):
         from_hf({**good, key: CHANGES[key]})
 
 
@@ -201,7 +201,7 @@ def test_keys_of_the_rope_settings_are_known_too() -> None:
         from_hf({**good, "rope_scaling": {**LLAMA3, "rope_type": "linear"}})
 
 
-def test_the_refusal_says_what_to_do() -> None:
+def test_refusal_of_a_key_names_the_mend() -> None:
     good = {**SIZES, **PUBLISHED["Qwen3-0.6B"]}
     with pytest.raises(SetupError, match=r"logit_scale = 2\.0 in config\.json.*delete it from config\.json"):
         from_hf({**good, "logit_scale": 2.0})
@@ -223,7 +223,7 @@ def test_the_refusal_says_what_to_do() -> None:
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, 1024),
     ],
 )
-def test_which_windows_end_the_context(change: dict[str, Any], window: int) -> None:
+def test_sliding_windows_that_end_the_context_are_found(change: dict[str, Any], window: int) -> None:
     base = {**SIZES, **SAVED, **PUBLISHED["Qwen2.5-0.5B-Instruct"], "sliding_window": 1024}
     assert from_hf({**base, **change}).sliding_window == window
 
@@ -250,18 +250,18 @@ GGUF_CHANGES: dict[str, Any] = {
     "llama.rope.scale_linear": 4.0,
     "llama.expert_count": 8,
     "llama.nextn_predict_layers": 1,
-    "llama.nobody_knows_this": 0,
-    "nobody.knows_that": True,
+    "llama.unknown_number": 0,
+    "unknown.flag": True,
 }
 
-SAID_OF_GGUF = {"llama.rope.scaling.type": "rope scaling 'longrope'"}
+REASONS_OF_GGUF = {"llama.rope.scaling.type": "rope scaling 'longrope'"}
 
 
 @pytest.mark.parametrize("key", GGUF_CHANGES)
 def test_one_unknown_key_refuses_a_gguf_file(key: str, tmp_path: Path) -> None:
     path = gguf_of(tmp_path, **{key: GGUF_CHANGES[key]})
     assert read_metadata(path)[key] == pytest.approx(GGUF_CHANGES[key])
-    word = SAID_OF_GGUF.get(key, key.removeprefix("llama."))
+    word = REASONS_OF_GGUF.get(key, key.removeprefix("llama."))
     with pytest.raises(SetupError, match=rf"m\.gguf: .*{word}.* not supported"):
         load_gguf(path, torch.float32, CPU)
 

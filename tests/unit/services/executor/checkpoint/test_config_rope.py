@@ -76,7 +76,7 @@ def test_longrope_with_a_partial_rotation_is_that_of_transformers(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"short_factor": None}, "short_factor of the rope settings is None, and must be a list of 24 pos"),
         ({"long_factor": [1.0] * 32}, "long_factor of the rope settings is .* must be a list of 24 positive"),
@@ -86,8 +86,8 @@ def test_longrope_with_a_partial_rotation_is_that_of_transformers(name: str) -> 
         ({"short_mscale": 1.0}, "short_mscale of the rope settings = 1.0 .* not supported"),
     ],
 )
-def test_a_longrope_that_no_model_has_is_refused_by_name(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(SetupError, match=said):
+def test_a_longrope_that_no_model_has_is_refused_by_name(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SetupError, match=reason):
         from_hf({**CONFIG, "model_type": "phi3", "partial_rotary_factor": 0.75,
                  "rope_scaling": {**LONGROPE, **change}})  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_yarn_extends_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"factor": None}, "factor of the rope settings is None, and must be a positive number"),
         ({"factor": 0}, "factor of the rope settings is 0,"),
@@ -117,8 +117,8 @@ def test_yarn_extends_the_context() -> None:
         ({"rope_type": "linear", "factor": 0}, "factor of the rope settings is 0,"),
     ],
 )
-def test_what_no_model_has_is_refused_by_name(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(SetupError, match=said):
+def test_impossible_rope_is_refused_by_name(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SetupError, match=reason):
         from_hf({**CONFIG, "rope_scaling": {**YARN, **change}})
 
 

@@ -159,7 +159,7 @@ def test_equal_numbers_for_each_layer_are_one_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "reason"),
     [
         (
             [112, 112, 96],
@@ -169,10 +169,10 @@ def test_equal_numbers_for_each_layer_are_one_number(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_that_differ_between_layers_are_refused(
-    numbers: list[int], said: str, tmp_path: Path
+    numbers: list[int], reason: str, tmp_path: Path
 ) -> None:
     path = write_gguf("llama", tmp_path / "m.gguf", more={"llama.feed_forward_length": numbers})
-    with pytest.raises(SetupError, match=rf"m\.gguf.*{said}"):
+    with pytest.raises(SetupError, match=rf"m\.gguf.*{reason}"):
         load_gguf(path, torch.float32, CPU)
 
 
@@ -192,7 +192,7 @@ def test_a_file_of_the_other_byte_order_is_refused_for_that_reason(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "reason"),
     [
         (
             {"split.no": 1, "split.count": 3},
@@ -203,7 +203,7 @@ def test_a_file_of_the_other_byte_order_is_refused_for_that_reason(tmp_path: Pat
     ],
 )
 def test_a_file_that_holds_no_whole_model_is_refused_for_that_reason(
-    keys: dict[str, object], said: str, tmp_path: Path
+    keys: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -214,12 +214,12 @@ def test_a_file_that_holds_no_whole_model_is_refused_for_that_reason(
     writer.write_kv_data_to_file()
     writer.close()
     for read in (lambda: load_gguf(path, torch.float32, CPU), lambda: load_vocabulary(ModelFiles("m", path))):
-        with pytest.raises(SetupError, match=rf"m\.gguf: .*{said}"):
+        with pytest.raises(SetupError, match=rf"m\.gguf: .*{reason}"):
             read()
 
 
 @pytest.mark.parametrize(
-    ("before", "new", "said"),
+    ("before", "new", "reason"),
     [
         (b"output_norm.weight\1\0\0\0\x40" + bytes(7), b"\x0c", "not in whole blocks of Q4_K"),
         (b"blk.1.attn_", b"k", "two tensors have one name"),
@@ -228,12 +228,12 @@ def test_a_file_that_holds_no_whole_model_is_refused_for_that_reason(
     ],
 )
 def test_changed_bytes_of_a_header_are_an_error_that_names_the_file(
-    before: bytes, new: bytes, said: str, tmp_path: Path
+    before: bytes, new: bytes, reason: str, tmp_path: Path
 ) -> None:
     path = write_gguf("llama", tmp_path / "m.gguf", more={"general.alignment": 32})
     data = bytearray(path.read_bytes())
     at = data.index(before) + len(before)
     data[at : at + len(new)] = new
     path.write_bytes(data)
-    with pytest.raises(SetupError, match=rf"m\.gguf is not .*{said}.*fetch the model again"):
+    with pytest.raises(SetupError, match=rf"m\.gguf is not .*{reason}.*fetch the model again"):
         load_gguf(path, torch.float32, CPU, packed=True)

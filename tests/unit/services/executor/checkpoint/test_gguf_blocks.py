@@ -19,7 +19,7 @@ ROUNDED = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # a product of two numbers becomes 
 
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
-def test_values_are_those_of_the_library(kind: Kind) -> None:
+def test_dequantised_values_equal_the_librarys(kind: Kind) -> None:
     raw = random_blocks(kind, 64, 512)
     wanted = torch.from_numpy(dequantize(raw, kind))
     found = blocks_of(raw, kind).values()

@@ -36,7 +36,7 @@ def in_groups(stored: InBlocks, part: Part = PART) -> ScaledInt4:
 
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
-def test_elements_are_those_of_the_blocks(kind: Kind) -> None:
+def test_elements_equal_the_elements_of_the_blocks(kind: Kind) -> None:
     stored = in_file(kind)
     found, wanted = in_groups(stored), stored.values
     assert found.matrix.bits == (4 if kind.name.startswith("Q4") else 8)

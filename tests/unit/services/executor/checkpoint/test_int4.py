@@ -199,7 +199,7 @@ def put(end: str, value: Any) -> Callable[[dict[str, torch.Tensor], str], object
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("kind", "change", "reason"),
     [
         ("awq", without("scales"), "'{}scales' is missing beside '{}qweight'"),
         ("awq", without("qzeros"), "'{}qzeros' is missing beside"),
@@ -230,13 +230,13 @@ def put(end: str, value: Any) -> Callable[[dict[str, torch.Tensor], str], object
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
-    kind: str, change: Callable[[dict[str, torch.Tensor], str], object], said: str, tmp_path: Path
+    kind: str, change: Callable[[dict[str, torch.Tensor], str], object], reason: str, tmp_path: Path
 ) -> None:
     folder, _ = save_int4(kind, "llama", tmp_path)
     tensors, module = load_file(folder / "model.safetensors"), "model.layers.2.mlp.up_proj."
     change(tensors, module)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    with pytest.raises(SetupError, match=said.replace("{}", module)):
+    with pytest.raises(SetupError, match=reason.replace("{}", module)):
         load_hf(folder, torch.float32, CPU)
 
 
@@ -257,7 +257,7 @@ def refused(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "reason"),
     [
         ({**AWQ, "version": "gemv"}, "version = 'gemv'"),
         ({**AWQ, "backend": "llm-awq"}, "backend = 'llm-awq'"),
@@ -280,8 +280,8 @@ def refused(config: dict[str, Any]) -> str:
         ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes'"),
     ],
 )
-def test_what_is_not_read_as_meant_is_refused(config: dict[str, Any], said: str) -> None:
-    assert said in refused(config)
+def test_unreadable_int4_checkpoint_is_refused(config: dict[str, Any], reason: str) -> None:
+    assert reason in refused(config)
 
 
 def test_activations_in_8_bits_are_refused() -> None:
@@ -293,7 +293,7 @@ def test_activations_in_8_bits_are_refused() -> None:
     assert "config_groups = " in refused(config)
 
 
-def test_a_folder_says_what_it_has(tmp_path: Path) -> None:
+def test_folder_declares_its_quantisation(tmp_path: Path) -> None:
     assert stored_in(tmp_path) == ""
     assert stored_in(save_int4("awq", "llama", tmp_path)[0]) == "int4"
     config = json.loads((tmp_path / "config.json").read_text())
@@ -310,7 +310,7 @@ def in_file(config: dict[str, Any], rows: int, columns: int) -> InInt4:
     return scheme.stored("w.weight", tensors, lambda key: Dense.of(tensors[key]))
 
 
-def test_what_the_product_cannot_take_is_refused_by_the_name_of_the_tensor() -> None:
+def test_unsupported_weights_are_refused_by_the_name_of_the_tensor() -> None:
     ok = in_file(gptq(group_size=32), 16, 128)
     assert ok.in_int4(torch.float32, CPU).values.equal(ok.values)
     assert ok.cut(Cut(1, 32, 96)).in_int4(torch.float32, CPU).values.equal(ok.values[:, 32:96])
@@ -328,15 +328,15 @@ def test_what_the_product_cannot_take_is_refused_by_the_name_of_the_tensor() -> 
             "groups of 16 columns, where products take 32, 64, 128 or a row",
         ),
     )
-    for stored, said in cases:
-        with pytest.raises(SetupError, match=f"tensor 'w.qweight' .*{said}.* use dtype fp8 or bf16"):
+    for stored, reason in cases:
+        with pytest.raises(SetupError, match=f"tensor 'w.qweight' .*{reason}.* use dtype fp8 or bf16"):
             stored.in_int4(torch.float32, CPU)
         stored.loaded(torch.float32, CPU)
     rows = in_file(gptq(group_size=-1, sym=True), 16, 128)
     assert rows.cut(Cut(1, 40, 72)).in_int4(torch.float32, CPU).values.equal(rows.values[:, 40:72])
 
 
-def test_in_memory_rows_columns_and_what_is_joined() -> None:
+def test_memory_has_rows_columns_and_joined_matrices_right() -> None:
     first, second = (
         in_file(gptq(group_size=32, sym=symmetric), 16, 128).in_int4(torch.float32, CPU)
         for symmetric in (False, True)

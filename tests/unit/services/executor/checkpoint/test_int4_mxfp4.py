@@ -36,7 +36,7 @@ def in_file(**other: torch.Tensor | None) -> tuple[InInt4, torch.Tensor]:
     return scheme.stored("w.weight", given, lambda key: Dense.of(given[key])), wanted
 
 
-def test_numbers_are_those_of_the_standard_times_a_power_of_two() -> None:
+def test_numbers_equal_the_standards_times_a_power_of_two() -> None:
     codes = torch.arange(16, dtype=torch.uint8).repeat(128, 16)
     exponents = torch.tensor([120, 127, 128, 1, 250, 127, 127, 127], dtype=torch.uint8).expand(128, 8)
     stored, _ = in_file(weight_packed=codes[:, ::2] | codes[:, 1::2] << 4, weight_scale=exponents)
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_standard_times_a_power_of_two() -> None:
     assert stored.in_int4(torch.float32, CPU).values.double().equal(standard.expand(128, 256))
 
 
-def test_parts_are_those_of_the_whole() -> None:
+def test_parts_equal_the_parts_of_the_whole() -> None:
     stored, wanted = in_file()
     assert stored.values.equal(wanted)
     assert stored.cut(Cut(1, 40, 90)).cut(Cut(0, 3, 9)).values.equal(wanted[3:9, 40:90])
@@ -91,7 +91,7 @@ def test_a_folder_is_loaded_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "why"),
     [
         ({"weight_scale": None}, "'w.weight_scale' is missing beside 'w.weight_packed'"),
         ({"weight_scale": torch.ones(128, 9, dtype=torch.uint8)}, "'w.weight_scale' is .128, 9., which does"),
@@ -103,8 +103,8 @@ def test_a_folder_is_loaded_on_a_cpu(tmp_path: Path) -> None:
         ({"weight_packed": torch.ones(128, 120, dtype=torch.uint8)}, "which does not fit a matrix of 128"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(other: dict[str, torch.Tensor | None], said: str) -> None:
-    with pytest.raises(SetupError, match=said):
+def test_tensors_that_do_not_fit_are_refused(other: dict[str, torch.Tensor | None], why: str) -> None:
+    with pytest.raises(SetupError, match=why):
         in_file(**other)
 
 
@@ -116,12 +116,12 @@ def test_inputs_that_are_rounded_as_they_come_stay_plain_and_others_are_refused(
         return scheme_of({"quantization_config": config})
 
     assert scheme("input_activations", dynamic=True) == Int4Format("mxfp4", 32, symmetric=True)
-    for where, keys, said in (
+    for where, keys, why in (
         ("input_activations", {}, "input_activations = "),
         ("input_activations", {"dynamic": True, "num_bits": 8}, "input_activations.num_bits = 8"),
         ("weights", {"group_size": 16}, "weights.group_size = 16"),
         ("weights", {"type": "int"}, "weights.type = 'int'"),
         ("weights", {"dynamic": True}, "weights = "),
     ):
-        with pytest.raises(SetupError, match=said):
+        with pytest.raises(SetupError, match=why):
             scheme(where, **keys)

@@ -110,7 +110,7 @@ def test_blocks_in_fp8_are_written_read_copied_and_attended() -> None:
 
 
 def logits_and_cache(engine: TorchBackend) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prompt in two chunks and two tokens behind it: the logits of each step, and all blocks."""
+    """A prompt in two chunks and two tokens after it: the logits of each step, and all blocks."""
     maker, found = PlanMaker(engine), []
     maker.open(1, random_tokens(31, 4))
     for row in (
@@ -255,7 +255,7 @@ def test_a_block_has_half_the_bytes_and_another_fingerprint(tmp_path: Path) -> N
     assert prints[0] == loaded.fingerprint
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_fp8_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(options(save_tiny("llama", tmp_path)))
     with pytest.raises(SetupError, match="KV cannot be kept in 'int4'; use auto or fp8"):
         kv_format("int4", torch.float32, loaded.shapes, loaded.weights)

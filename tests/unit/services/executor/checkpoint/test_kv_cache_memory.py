@@ -86,7 +86,7 @@ def test_the_cache_that_is_the_only_tier_has_the_share_of_l1(monkeypatch: pytest
         ({"executors": 2}, False),
     ],
 )
-def test_a_size_or_somebody_who_shares_brings_l1_back(
+def test_l1_size_or_a_second_executor_brings_l1_back(
     more: dict[str, Any], alone: bool, tmp_path: Path
 ) -> None:
     flags = {"model": str(save_tiny("llama", tmp_path)), "device": "cpu", "slots": 2, "max_context": 64}

@@ -26,7 +26,7 @@ def digest(path: Path, **more: Any) -> str:
     return build(TorchOptions(model_path=path, **fields)).info.model_digest
 
 
-def test_what_does_not_change_answers_does_not_change_it(tmp_path: Path) -> None:
+def test_digest_ignores_options_that_do_not_change_answers(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "a")
     wanted = digest(folder)
     assert len(wanted) == 32
@@ -101,7 +101,7 @@ def test_kv_of_another_kind_of_cpu_is_other_kv(tmp_path: Path, monkeypatch: pyte
     assert len(found) == 2
 
 
-def test_it_tells_how_tokens_are_routed(tmp_path: Path) -> None:
+def test_digest_depends_on_the_routing_of_tokens(tmp_path: Path) -> None:
     folder = save_tiny("qwen3-moe", tmp_path)
     before = digest(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -109,7 +109,7 @@ def test_it_tells_how_tokens_are_routed(tmp_path: Path) -> None:
     assert digest(folder) != before
 
 
-def test_it_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
+def test_digest_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "a")
     usual = TorchOptions(model_path=folder, model_name="m", device="cpu")
     modes: tuple[dict[str, Any], ...] = (
@@ -131,7 +131,7 @@ def test_it_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
     ("first", "second", "flags", "kv"),
     [("cpu", "cpu/tp2", "packed", "f16"), ("cpu/tp2", "cpu", "f32", "f32")],
 )
-def test_one_rank_and_two_choose_other_dtypes_and_the_second_is_told_which(
+def test_second_rank_with_another_dtype_gets_an_error_that_names_both(
     first: str, second: str, flags: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `auto` the weights of a GGUF file stay in blocks on one rank alone. Nothing is loaded here."""

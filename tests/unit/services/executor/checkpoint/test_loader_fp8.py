@@ -1,4 +1,4 @@
-"""Which engines have weights in fp8, what the others say, and fp8 weights with KV in fp8."""
+"""Which engines have weights in fp8, the others' errors, and fp8 weights with KV in fp8."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def loaded_in_fp8(path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> L
     return load(options(path, dtype="fp8", **more))
 
 
-def test_a_cpu_says_what_to_use_instead(tmp_path: Path) -> None:
+def test_error_on_a_cpu_names_the_alternative(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with pytest.raises(SetupError, match=r"dtype fp8 is for GPUs; on a CPU use packed .*, int8, bf16 or f32"):
         load(options(folder, dtype="fp8"))
 
 
-def test_what_a_gpu_cannot_is_said_and_auto_is_then_bf16(
+def test_error_on_an_unsupported_gpu_names_the_reason_and_auto_becomes_bf16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense, _ = save_fp8("channel", "llama", tmp_path / "dense")
@@ -52,9 +52,9 @@ def test_what_a_gpu_cannot_is_said_and_auto_is_then_bf16(
         (options(dense, deterministic=True), "dtype fp8 is not deterministic.*use bf16"),
         (options(experts), "dtype fp8 has no products of experts; use bf16"),
     ]
-    for each, said in cases:
+    for each, reason in cases:
         assert loader._dtype_name(each, CUDA) == "bf16"
-        with pytest.raises(SetupError, match=said):
+        with pytest.raises(SetupError, match=reason):
             loader._dtype_name(options(each.model_path, dtype="fp8", deterministic=each.deterministic), CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     assert loader._dtype_name(options(dense), CUDA) == "bf16"

@@ -1,4 +1,4 @@
-"""Which engines keep weights in 4 bits, what the others say, and 4 bits with KV in fp8."""
+"""Which engines keep weights in 4 bits, the others' errors, and 4 bits with KV in fp8."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_scales_that_float16_does_not_hold_are_dequantised() -> None:
     torch.testing.assert_close(found.values, wanted * 2.0**-20, rtol=2**-7, atol=0.0)
 
 
-def test_another_device_says_what_to_use_instead(tmp_path: Path) -> None:
+def test_error_on_another_device_names_the_alternative(tmp_path: Path) -> None:
     folder, _ = save_int4("awq", "llama", tmp_path)
     with pytest.raises(SetupError, match="dtype int4 is for GPUs; on a CPU use packed, or f32, bf16 or int8"):
         load(options(folder, dtype="int4"))
@@ -109,7 +109,9 @@ def test_another_device_says_what_to_use_instead(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_what_a_gpu_cannot_is_said_also_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_on_an_unsupported_gpu_names_the_reason_also_for_auto(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense, _ = save_int4("awq", "llama", tmp_path / "dense")
     experts, _ = save_int4("gptq", "qwen3-moe-mixed", tmp_path / "experts")
     plain = save_tiny("llama", tmp_path / "plain")
@@ -120,9 +122,9 @@ def test_what_a_gpu_cannot_is_said_also_for_auto(tmp_path: Path, monkeypatch: py
     with pytest.raises(SetupError, match=r"int4 is for checkpoints in 4 bits \(awq, gptq, .*use fp8 or bf16"):
         loader._dtype_name(options(plain, dtype="int4"), CUDA)
 
-    def refused(path: Path, said: str, **more: Any) -> None:
+    def refused(path: Path, why: str, **more: Any) -> None:
         for dtype in ("auto", "int4"):
-            with pytest.raises(SetupError, match=f"{said}.*use dtype fp8 or bf16, which dequantise"):
+            with pytest.raises(SetupError, match=f"{why}.*use dtype fp8 or bf16, which dequantise"):
                 loader._dtype_name(options(path, dtype=dtype, **more), CUDA)
 
     refused(dense, "dtype int4 is not deterministic", deterministic=True)

@@ -84,7 +84,7 @@ def set_weights(**keys: Any) -> Callable[[dict[str, Any]], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         (lambda c: c.update(quant_method="bitnet"), "quant_method = 'bitnet'"),
         (lambda c: c.update(format="int-quantized"), "format = 'int-quantized'"),
@@ -108,15 +108,13 @@ def set_weights(**keys: Any) -> Callable[[dict[str, Any]], object]:
         (set_weights(strategy="block", block_structure=[128, 1e400]), "the size of blocks = [128, inf]"),
     ],
 )
-def test_what_is_not_computed_as_meant_is_refused(
-    change: Callable[[dict[str, Any]], object], said: str
-) -> None:
+def test_unsupported_quantisation_is_refused(change: Callable[[dict[str, Any]], object], reason: str) -> None:
     config = json.loads(json.dumps(compressed("channel")))
     assert scheme_of({"quantization_config": config}) == InBlocksOfFp8(None)
     change(config)
     with pytest.raises(SetupError) as caught:
         scheme_of({"quantization_config": config})
-    assert said in caught.value.message
+    assert reason in caught.value.message
     assert "in quantization_config of config.json is not supported; supported are fp8" in caught.value.message
 
 
@@ -158,7 +156,7 @@ def test_blocks_with_far_scales_are_refused_and_a_rank_may_have_near_ones() -> N
     assert far.loaded(torch.float32, CPU).values[0, 31] == 16.0
 
 
-def test_in_memory_rows_columns_and_what_is_joined() -> None:
+def test_memory_has_rows_columns_and_joined_matrices_right() -> None:
     values = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
     whole = ScaledFp8(quantise_rows(values), torch.float32)
     assert whole.rows(torch.tensor([4, 1])).values.equal(whole.values[[4, 1]])

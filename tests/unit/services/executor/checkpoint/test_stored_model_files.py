@@ -104,7 +104,7 @@ def test_rows_of_a_file_that_is_changed_are_refused_and_not_read(
 
 
 @pytest.mark.parametrize("change", UNHARMED)
-def test_rows_that_are_still_there_are_read_whatever_becomes_of_the_file(
+def test_rows_in_the_file_are_read_after_any_change_of_the_folder(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     path = old_gguf(tmp_path)
@@ -194,7 +194,7 @@ def test_a_file_of_a_folder_that_changes_while_it_is_loaded_is_named(tmp_path: P
 
 
 def test_a_file_that_is_not_of_the_model_may_change_while_it_is_loaded(tmp_path: Path) -> None:
-    """A log, say, of a server that was started in the folder."""
+    """A log, for example, of a server that was started in the folder."""
     folder = save_tiny("llama", tmp_path)
     (folder / "server.log").write_text("one")
     before = states_of(folder)

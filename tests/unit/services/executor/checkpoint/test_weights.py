@@ -62,12 +62,12 @@ def test_the_older_spelling_of_rope_settings_reads_the_same() -> None:
         ),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_config_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError, match=message):
         from_hf({**CONFIG, **change})
 
 
-def test_folders_that_are_not_whole_say_what_is_missing(tmp_path: Path) -> None:
+def test_incomplete_folder_is_an_error_that_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"has no config\.json"):
         load_hf(tmp_path, torch.float32, CPU)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -110,9 +110,9 @@ def test_every_tensor_is_claimed_or_the_folder_is_refused(kind: str, tmp_path: P
 def test_quantised_tensors_are_refused_without_a_word_in_the_configuration(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"
-    for dtype, said in ((torch.float8_e4m3fn, "F8_E4M3, without scales"), (torch.int8, "I8")):
+    for dtype, reason in ((torch.float8_e4m3fn, "F8_E4M3, without scales"), (torch.int8, "I8")):
         rewritten(folder, **{name: torch.ones(64, 112).to(dtype)})
-        assert f"tensor '{name}' is {said}; quantised" in refusal(folder)
+        assert f"tensor '{name}' is {reason}; quantised" in refusal(folder)
     rewritten(folder, **{name: torch.ones(64, 112).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)})
     assert f"tensor '{name}' is F8_E4M3" in refusal(folder)  # of an unknown kind
 
@@ -200,7 +200,7 @@ def test_info_states_the_engine(tmp_path: Path) -> None:
     assert build(options(folder, threads=1, max_context=32)).info.fingerprint in prints
 
 
-def test_the_fingerprint_tells_one_changed_weight_matrix(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_one_weight_matrix(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "a")
     before = build(options(folder)).info.fingerprint
     state = tiny_model("llama").state_dict()
@@ -219,7 +219,7 @@ MOE = {
 }
 
 
-def test_which_layers_have_experts() -> None:
+def test_layers_with_experts_follow_the_config() -> None:
     shapes = from_hf({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [shapes.is_sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
     assert shapes.experts == ExpertShapes(
@@ -231,7 +231,7 @@ def test_which_layers_have_experts() -> None:
     assert not from_hf(CONFIG).is_sparse(0)
 
 
-def test_the_fingerprint_tells_how_tokens_are_routed(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_routing_of_tokens(tmp_path: Path) -> None:
     folder = save_tiny("qwen3-moe", tmp_path)
     before = build(options(folder)).info.fingerprint
     config = json.loads((folder / "config.json").read_text())

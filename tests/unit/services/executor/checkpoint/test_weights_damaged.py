@@ -1,4 +1,4 @@
-"""Folders and files that are not whole end in a SetupError that names the file and says what to do."""
+"""Folders and files that are not whole end in a SetupError that names the file and the mend."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def sharded(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(folder: Path, *said: str) -> None:
+def refused(folder: Path, *reasons: str) -> None:
     with pytest.raises(SetupError) as caught:
         load_hf(folder, torch.float32, CPU)
-    assert all(each in caught.value.message for each in said), caught.value.message
+    assert all(each in caught.value.message for each in reasons), caught.value.message
 
 
-def refused_by_all(folder: Path, *said: str) -> None:
+def refused_by_all(folder: Path, *reasons: str) -> None:
     """Also where only the digest is computed."""
-    refused(folder, *said)
+    refused(folder, *reasons)
     with pytest.raises(SetupError) as caught:
         stored_hf(folder)
-    assert all(each in caught.value.message for each in said), caught.value.message
+    assert all(each in caught.value.message for each in reasons), caught.value.message
 
 
 def test_numbers_beyond_any_model_are_an_error_at_once(sharded: Path) -> None:

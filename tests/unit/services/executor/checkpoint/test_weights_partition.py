@@ -104,7 +104,7 @@ def test_three_kv_heads_on_two_ranks_and_on_four() -> None:
 
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2"])
 @pytest.mark.parametrize("source", ["hf", "gguf", "dummy"])
-def test_what_ranks_load_is_what_one_rank_loads(kind: str, source: str, tmp_path: Path) -> None:
+def test_ranks_load_the_weights_of_one_rank_in_parts(kind: str, source: str, tmp_path: Path) -> None:
     folder = save_tiny(kind, tmp_path)
     load_from = {"hf": load_hf, "gguf": load_gguf, "dummy": load_dummy}[source]
     path = write_gguf(kind, tmp_path / "m.gguf") if source == "gguf" else folder
@@ -134,7 +134,7 @@ def test_what_ranks_load_is_what_one_rank_loads(kind: str, source: str, tmp_path
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe-mixed"])
 @pytest.mark.parametrize("load_from", [load_hf, load_dummy])
-def test_the_experts_that_ranks_load_are_those_of_one_rank(
+def test_ranks_load_the_experts_of_one_rank_in_parts(
     kind: str, load_from: Callable[..., tuple[Shapes, Weights]], tmp_path: Path
 ) -> None:
     folder = save_tiny(kind, tmp_path)
@@ -161,7 +161,8 @@ Logits = dict[str, list[torch.Tensor]]
 
 
 def all_logits(ranks: Ranks, folder: Path, kinds: tuple[str, ...]) -> Logits:
-    """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
+    """The logits of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind
+    of model."""
     split = [(each, *each.partition("/")) for each in kinds]
     return {each: list(logits_of(ranks, folder / kind, extra)) for each, kind, _, extra in split}
 
@@ -204,9 +205,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
 
 
 @pytest.mark.parametrize(("size", "kinds"), [(2, OF_TWO), (4, OF_FOUR)], ids=["2", "4"])
-def test_logits_of_ranks_equal_those_of_one(
-    size: int, kinds: tuple[str, ...], alone: tuple[Path, Logits]
-) -> None:
+def test_ranks_give_the_logits_of_one(size: int, kinds: tuple[str, ...], alone: tuple[Path, Logits]) -> None:
     folder, wanted = alone[0], {kind: alone[1][kind] for kind in kinds}
     answers = on_ranks(size, all_logits, folder, kinds)
     for found in answers:

@@ -57,7 +57,7 @@ def test_the_only_stage_is_the_model() -> None:
 
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3-moe-mixed"])
 @pytest.mark.parametrize("source", ["hf", "gguf", "dummy"])
-def test_what_stages_load_is_what_one_rank_loads(kind: str, source: str, tmp_path: Path) -> None:
+def test_stages_load_the_weights_of_one_rank_in_parts(kind: str, source: str, tmp_path: Path) -> None:
     if (kind, source) == ("qwen3-moe-mixed", "gguf"):
         source = "hf"  # no experts in GGUF files
     folder = save_tiny(kind, tmp_path)
@@ -79,7 +79,8 @@ def test_what_stages_load_is_what_one_rank_loads(kind: str, source: str, tmp_pat
 
 
 def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:
-    """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
+    """The logits of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind
+    of model."""
     return {
         kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind in KINDS for extra in ("", "/fp8")
     }
@@ -116,7 +117,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_logits_of_stages_equal_those_of_one_rank(
+def test_stages_give_the_logits_of_one_rank(
     size: int, alone: tuple[Path, dict[str, list[torch.Tensor]]]
 ) -> None:
     folder, wanted = alone

@@ -55,7 +55,7 @@ def test_the_threads_with_the_least_mean_time_unless_all_are_about_as_fast(
     assert best_threads(ms, cores) == best
 
 
-def test_which_numbers_are_timed() -> None:
+def test_thread_counts_to_time_follow_the_cores() -> None:
     found = {cores: counts(cores) for cores in (0.5, 1, 1.5, 2, 2.5, 3, 8, 64)}
     assert found == {
         0.5: [1], 1: [1], 1.5: [1, 2], 2: [1, 2], 2.5: [1, 2, 3], 3: [1, 3], 8: [1, 4, 8], 64: [1, 32, 64],
@@ -162,7 +162,7 @@ def test_a_timing_is_made_once(machine: Machine, tmp_path: Path, monkeypatch: py
     assert all(path.suffix == ".json" for path in (tmp_path / "timings").iterdir())  # no drafts
 
 
-def test_a_disturbed_timing_is_made_again_an_hour_later_or_if_asked(
+def test_disturbed_timing_is_repeated_an_hour_later_or_on_request(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.steady = [False, False, False]
@@ -280,7 +280,7 @@ def test_products_of_this_machine(tmp_path: Path, dtype: str, monkeypatch: pytes
     assert len(list((tmp_path / "timings").iterdir())) == 1
 
 
-def test_the_counts_of_an_engine_start_where_they_are_told() -> None:
+def test_thread_count_of_an_engine_starts_at_the_given_number() -> None:
     assert ThreadCount(8, 5).now == 5
     assert ThreadCount(8, 5)._ladder == [1, 2, 3, 4, 5, 6, 8]
     assert ThreadCount(8).now == 8

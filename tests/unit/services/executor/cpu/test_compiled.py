@@ -51,7 +51,7 @@ def logits(backend: TorchBackend) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
-def test_they_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
+def test_compiled_kernels_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
     if dtype == "int8" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         return  # refused at the start: see test_weights_hf
     backend = engine("llama", tmp_path, dtype)
@@ -62,7 +62,7 @@ def test_they_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
     assert at_once.equal(logits(backend))
 
 
-def test_they_do_on_one_thread_and_without_torchs_team(
+def test_compiled_kernels_give_the_same_bits_on_one_thread_and_without_torchs_team(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = engine("llama", tmp_path, "f32")
@@ -82,5 +82,5 @@ def test_they_do_on_one_thread_and_without_torchs_team(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mixtral"])
-def test_what_there_are_no_kernels_for_goes_one_by_one(kind: str, tmp_path: Path) -> None:
+def test_shapes_without_kernels_run_one_by_one(kind: str, tmp_path: Path) -> None:
     assert engine(kind, tmp_path, "f32")._model._at_once is None

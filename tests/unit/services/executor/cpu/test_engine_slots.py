@@ -116,7 +116,7 @@ def test_host_fed_decode_equals_device_fed(maker: PlanMaker) -> None:
     assert ids[3] == maker.backend._slots.tokens(0)[len(PROMPT) + 3]
 
 
-def test_logprobs_go_to_the_rows_that_asked(maker: PlanMaker) -> None:
+def test_logprobs_go_to_the_rows_that_requested_them(maker: PlanMaker) -> None:
     for slot, asked in enumerate((0, 3, 1)):
         maker.open(slot, PROMPT, GREEDY, logprobs=asked)
     output = maker.prefill(dict.fromkeys(range(3), len(PROMPT)))

@@ -16,7 +16,7 @@ Machine = Callable[[int, int], float]  # threads, tokens -> us of a step
 
 
 def beside(busy: int, cores: int) -> Machine:
-    """Other processes keep so many of the cores busy: whoever has more threads than are left waits for them
+    """Other processes keep so many of the cores busy: a step with more threads than are left waits for them
     at every barrier."""
 
     def step(threads: int, tokens: int) -> float:
@@ -63,7 +63,7 @@ def test_the_count_falls_within_twenty_steps_of_a_busy_process_and_rises_after_i
     phases=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     seed=st.integers(0, 9),
 )
-def test_after_each_change_steps_come_to_take_at_most_a_ninth_longer_than_with_the_best_count(
+def test_steps_take_at_most_a_ninth_longer_than_with_the_best_count_after_each_change(
     cores: int, phases: list[int], seed: int
 ) -> None:
     count = ThreadCount(cores)
@@ -75,7 +75,7 @@ def test_after_each_change_steps_come_to_take_at_most_a_ninth_longer_than_with_t
         assert median(took) <= best / 0.9
 
 
-def test_steps_of_one_size_alone_say_nothing_of_the_threads() -> None:
+def test_steps_of_one_size_alone_change_no_thread_count() -> None:
     count = ThreadCount(4)
     for tokens in (1, 2, 4, 8, 16, 32):
         count.observe(tokens, 10**9)

@@ -69,7 +69,7 @@ def test_every_step_is_seen_and_the_next_has_the_threads_of_the_choice(tmp_path:
 
 
 @pytest.mark.parametrize(("threads", "deterministic", "has"), [(2, False, 2), (0, True, 3), (2, True, 2)])
-def test_a_number_that_is_asked_for_and_a_deterministic_engine_keep_theirs(
+def test_given_thread_count_and_a_deterministic_engine_keep_theirs(
     tmp_path: Path, threads: int, deterministic: bool, has: int
 ) -> None:
     backend = built(tmp_path, threads=threads, deterministic=deterministic)

@@ -63,7 +63,7 @@ def one(maker: PlanMaker, tokens: list[int], slot: int = 0) -> torch.Tensor:
     ],
     ids=["reference", "compiled", "bf16", "int8"],
 )
-def test_it_is_the_last_hidden_state_of_transformers(
+def test_vector_equals_the_last_hidden_state_of_transformers(
     folder: Path, options: dict[str, Any], least: float
 ) -> None:
     maker = engine(folder, **options)

@@ -1,4 +1,4 @@
-"""Which products of bf16 weights read the plain matrix, and what a CPU without int8 is told."""
+"""Which products of bf16 weights read the plain matrix, and the error of a CPU without int8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.errors import SetupError
 
 
 @pytest.mark.parametrize(("features", "most"), [((), 24), (("avx512bf16",), 2)])
-def test_the_library_begins_where_it_is_quicker(
+def test_library_takes_the_rows_from_where_it_is_faster(
     features: tuple[str, ...], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: set(wanted) <= set(features))
@@ -41,7 +41,7 @@ def chosen(dtype: str, device: torch.device, file: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "packed", "packed8"])
-def test_a_machine_without_the_instructions_is_told_what_works(
+def test_machine_without_the_instructions_gets_an_error_that_names_the_alternative(
     monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     file = Path("model.gguf")

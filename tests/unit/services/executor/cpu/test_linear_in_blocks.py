@@ -65,7 +65,7 @@ def logits(backend: TorchBackend, counts: tuple[int, ...] = (TOKENS,), company: 
     return torch.cat(found)
 
 
-def test_logits_are_those_of_the_dequantised_file(tmp_path: Path) -> None:
+def test_blocks_give_the_logits_of_the_dequantised_file(tmp_path: Path) -> None:
     path = file_of(tmp_path)
     packed, plain = engine(path, "packed"), engine(path, "f32")
     wanted = logits(plain).double().log_softmax(-1)
@@ -92,7 +92,9 @@ def test_inputs_in_8_bits_cost_little_and_are_another_engine(tmp_path: Path) -> 
 @pytest.mark.parametrize(("kept_in", "sensitive", "terms"), [
     ("packed", False, 2), ("packed8", False, 1), ("packed8", True, 2)
 ])  # fmt: skip
-def test_which_inputs_have_8_bits(kept_in: str, sensitive: bool, terms: int, tmp_path: Path) -> None:
+def test_inputs_have_8_bits_for_these_block_formats(
+    kept_in: str, sensitive: bool, terms: int, tmp_path: Path
+) -> None:
     _, weights = load_gguf(file_of(tmp_path), torch.float32, CPU, packed=True)
     products = Products(torch.float32, CPU, deterministic=False, kept_in=kept_in)
     product = products.linear(weights.layers[0]["qkv"], sensitive=sensitive)

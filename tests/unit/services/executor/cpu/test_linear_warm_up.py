@@ -70,7 +70,7 @@ def sizes(dtype: torch.dtype, *, deterministic: bool) -> list[int]:
     return products.kernel_sizes(40)
 
 
-def test_sizes_are_those_that_have_kernels_of_their_own() -> None:
+def test_warm_up_sizes_are_the_sizes_with_kernels_of_their_own() -> None:
     exact = sizes(torch.float32, deterministic=False)
     assert exact == [*range(1, 33), 36, 40] == sorted({kernel_rows(rows) for rows in range(1, 41)})
     assert sizes(torch.float32, deterministic=True) == [ROW_TILE]

@@ -1,4 +1,4 @@
-"""What Triton needs is looked for at the start, and a kernel that is compiled under a request is told."""
+"""What Triton needs is looked for at the start, and a kernel that is compiled under a request is reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compile_one(name: str) -> None:
         listener(src=Source(name), metadata=metadata, metadata_group={}, times=None, cache_hit=False)  # type: ignore[arg-type]
 
 
-def test_only_what_is_compiled_while_serving_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_compile_watch_reports_only_kernels_compiled_while_serving(caplog: pytest.LogCaptureFixture) -> None:
     watch = CompileWatch()
     compile_one("_norm")
     watch.start()
@@ -39,9 +39,9 @@ def test_only_what_is_compiled_while_serving_is_told(caplog: pytest.LogCaptureFi
     watch.stop()
     compile_one("_merge")
     assert watch.kernels == ["_attend[num_warps=4](x: *bf16)"]
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert "compiled under a request" in said
-    assert "_attend" in said
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "compiled under a request" in warning
+    assert "_attend" in warning
 
 
 def test_the_hook_of_a_later_engine_stays() -> None:
@@ -63,7 +63,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kernels" / "of triton"
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install(cache: Path) -> None:
+def test_machine_without_a_compiler_gets_an_error_that_names_the_package(cache: Path) -> None:
     with pytest.raises(SetupError, match="install gcc"):
         check_compiler()
 

@@ -26,7 +26,7 @@ def test_contents_come_back_and_dropped_ones_as_zeros() -> None:
     assert tied.data_ptr() == weights[0].data_ptr()
 
 
-def test_it_tells_whether_addresses_are_the_old_ones() -> None:
+def test_come_back_returns_whether_the_addresses_are_unchanged() -> None:
     storage = DeviceStorage([torch.randn(1 << 16)], [])
     (only,) = storage._storages
     storage.leave()

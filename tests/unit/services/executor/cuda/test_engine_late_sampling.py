@@ -158,7 +158,7 @@ def by_definition(wishes: list[tuple[str, Sampling]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_tokens_are_those_of_the_definition_however_many_steps_are_in_flight(
+def test_late_sampling_gives_the_tokens_of_the_definition_at_any_number_of_steps_in_flight(
     world: World, in_flight: int
 ) -> None:
     for slot, (grammar, sampling) in enumerate(WISHES):
@@ -235,7 +235,7 @@ def test_a_step_is_sampled_once_though_two_threads_come_for_it() -> None:
     assert queued == [1, 2]
 
 
-def test_an_error_is_that_of_the_step_whose_masks_failed() -> None:
+def test_error_belongs_to_the_step_whose_masks_failed() -> None:
     def queue(pending: Pending) -> tuple[int, dict[int, str]]:
         if pending.plan.step == 1:
             raise ValueError("no memory")

@@ -18,8 +18,8 @@ from shared.errors import EngineError, SetupError
 from shared.messages import ints
 
 
-class Heard(Solo):
-    """Of ranks that hold these parts of a model with so many heads and KV heads."""
+class Recording(Solo):
+    """The facts of ranks that hold these parts of a model with so many heads and KV heads."""
 
     def __init__(self, heads: int, kv_heads: int, size: int) -> None:
         self.size = size
@@ -33,13 +33,13 @@ class Heard(Solo):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 2), (32, 8, 4), (32, 8, 16), (12, 2, 4)])
 def test_ranks_with_as_many_heads_are_alike(heads: int, kv_heads: int, size: int) -> None:
-    ranks = Heard(heads, kv_heads, size)
+    ranks = Recording(heads, kv_heads, size)
     _check_alike(ranks.parts[0], ranks)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 2), (32, 8, 3), (9, 3, 4)])
 def test_ranks_with_other_heads_are_refused(heads: int, kv_heads: int, size: int) -> None:
-    ranks = Heard(heads, kv_heads, size)
+    ranks = Recording(heads, kv_heads, size)
     with pytest.raises(SetupError, match="use a number that divides them"):
         _check_alike(ranks.parts[0], ranks)
 

@@ -100,7 +100,7 @@ def test_the_kernel_after_the_reference_draws_what_the_reference_draws() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_gets_the_token_of_the_graph_whatever_the_other_rows_ask_for(dtype: torch.dtype) -> None:
+def test_row_gets_the_token_of_the_graph_beside_rows_with_any_options(dtype: torch.dtype) -> None:
     wishes: Wishes = [wish for pair in zip(PLAIN, CHANGED, strict=True) for wish in pair]
     logits, positions = logits_of(len(wishes)), list(range(10, 10 + len(wishes)))
     sampling, state = wishing(wishes, dtype)
@@ -161,7 +161,7 @@ def test_slots_end_in_the_kernel() -> None:
     assert state.choices.last_tokens[:4].tolist() == [5, 6, 7, 3]
 
 
-def test_rows_without_a_token_end_and_name_whose_fault_it_is() -> None:
+def test_rows_without_a_token_end_and_name_the_cause() -> None:
     tiny = {"temperature": 1.0, "repetition_penalty": 1e-40}
     sampling, state = wishing([CHANGED[1], PLAIN[0], tiny, PLAIN[1], tiny])
     logits = sharp(5, 6, 1, 8, 9)
@@ -183,7 +183,7 @@ def test_a_slot_is_opened_again_without_what_it_had() -> None:
     assert sampling.choose(sharp(7), [0], [3])[0].tolist() == [7]
 
 
-def test_what_the_graph_cannot_sample() -> None:
+def test_graph_cannot_sample_these_rows() -> None:
     for more in ({"processors": ("{}",)}, {"logprobs": 1}, {"min_tokens": 4}, {}):
         sampling, _ = made(opened(0), opened(1, **more))
         assert not sampling.is_outside_graph([0])
@@ -192,7 +192,7 @@ def test_what_the_graph_cannot_sample() -> None:
         assert not sampling.is_outside_graph([1])
 
 
-def test_what_another_rank_has_chosen_leaves_the_same_state() -> None:
+def test_tokens_chosen_by_another_rank_leave_the_same_state() -> None:
     more = [{}, {"stop_ids": ints([7])}, {"max_length": 4}, {}]
     slots = [opened(i, sampling=Sampling(temperature=0.0), **each) for i, each in enumerate(more)]
     (sampling, state), (_, other) = made(*slots), made(*slots)

@@ -71,12 +71,12 @@ def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
     assert choices.stop_ids[2].tolist() == [7, 8, *[-1] * (STOP_IDS - 2)]
     assert choices.max_lengths[:4].tolist() == [0, 12, CONTEXT, 0]
     assert (choices.last_tokens[1].item(), choices.last_tokens[2].item()) == (4, 3)
-    assert choices.done.tolist() == [0, 0, 0, 0, 1]  # the last one is nobody's
+    assert choices.done.tolist() == [0, 0, 0, 0, 1]  # the last one belongs to no slot
     assert slots.state.tables[2].tolist() == [*made.tables[2], *[SPARE] * 5]
-    assert slots.take_updates(made.plan([]))[0].size == 0  # told once
+    assert slots.take_updates(made.plan([]))[0].size == 0  # sent once
 
 
-def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlots) -> None:
+def test_tokens_chosen_by_another_stage_are_set_with_the_next_step(slots: CudaSlots) -> None:
     made = maker()
     for slot in range(4):
         slots.open(opened(slot, [slot]))
@@ -84,17 +84,17 @@ def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlot
     settle(slots, made, [Row(slot, 0, 1) for slot in range(4)])
     slots.record_sampled([0, 1, 3], ints([7, 8, -1]), ints([0, 1, 2]))
     slots.record_sampled([2], ints([9]), ints([0]))
-    slots.open(opened(1, [5]))  # what was told before is of another sequence
+    slots.open(opened(1, [5]))  # what was sent before is of another sequence
     settle(slots, made, [Row(0, 1, 1, True)])
     assert slots.choices.last_tokens[:3].tolist() == [7, 5, 9]
     assert slots.choices.done[:4].tolist() == [0, 0, 0, 1]
-    assert slots.take_updates(made.plan([]))[0].size == 0  # told once
+    assert slots.take_updates(made.plan([]))[0].size == 0  # sent once
     slots.record_sampled([0], ints([7]), ints([0]))
     slots.reset()
     assert slots.take_updates(made.plan([]))[0].size == 0
 
 
-def test_what_a_slot_must_not_ask(slots: CudaSlots) -> None:
+def test_slot_with_impossible_options_is_refused(slots: CudaSlots) -> None:
     with pytest.raises(EngineError, match="slot 4 is not one of 4 slots"):
         slots.open(opened(4, [1]))
     with pytest.raises(EngineError, match="slot 0 has 129 stop ids; at most 128"):
@@ -103,7 +103,7 @@ def test_what_a_slot_must_not_ask(slots: CudaSlots) -> None:
         slots.tokens(3)
 
 
-def test_decodes_come_first_and_padding_is_nobodys(slots: CudaSlots) -> None:
+def test_decodes_come_first_and_padding_belongs_to_no_slot(slots: CudaSlots) -> None:
     made = maker()
     slots.open(opened(2, [1, 2, 3, 4, 5]))
     slots.open(opened(1, [8, 9]))
@@ -230,9 +230,9 @@ def test_halves_sample_what_the_whole_step_samples(slots: CudaSlots) -> None:
     whole = arrange(plan, slots)
     first, second = arrange(parts.first, slots), arrange(parts.second, slots, apart=False)
     assert (first.decode_rows, second.decode_rows) == (1, 0)
-    behind = 64
-    tokens = np.full((3, behind + second.tokens), -1)
-    tokens[:, : first.tokens], tokens[:, behind:] = first.columns, second.columns
-    samples = samples_of(first, second, behind, parts.order)
+    after = 64
+    tokens = np.full((3, after + second.tokens), -1)
+    tokens[:, : first.tokens], tokens[:, after:] = first.columns, second.columns
+    samples = samples_of(first, second, after, parts.order)
     assert samples[1:].tolist() == whole.samples[1:].tolist()
     assert tokens[:, samples[0]].tolist() == whole.columns[:, whole.samples[0]].tolist()

@@ -47,7 +47,7 @@ def test_deterministic_mode_has_no_splits(tuning: DeviceTuning) -> None:
     assert split_tiles(tiles, room) is tiles
 
 
-def test_a_short_chunk_behind_a_long_prefix_is_spread_over_the_device() -> None:
+def test_short_chunk_after_a_long_prefix_is_spread_over_the_device() -> None:
     assert parts((4600, 16)) == [11]  # 73 tiles of KV, seven to a program: 88 programs
     assert parts((4600, 64)) == [7, 7]
     assert parts((3400, 16), (3400, 90)) == [4] * 4
@@ -103,7 +103,7 @@ def test_any_step_keeps_within_the_room_and_walks_all_once() -> None:
 
 
 def assert_covers(found: Words, tiles: Words) -> None:
-    """Each tile's parts are all there, in order, one behind the other, and its last one is to be merged."""
+    """Each tile's parts are all there, in order, one after the other, and its last one is to be merged."""
     at, merges, seen = 0, [], []
     while at < found.shape[1]:
         of = max(int(found[5, at]), 1)
@@ -120,7 +120,7 @@ def assert_covers(found: Words, tiles: Words) -> None:
     assert found[6].tolist() == merges + [0] * (found.shape[1] - len(merges))
 
 
-def test_words_of_splits_lie_behind_those_of_tiles() -> None:
+def test_words_of_splits_lie_after_the_words_of_tiles() -> None:
     nothing = np.zeros((3, 0), dtype=np.int32)
     step = ArrangedStep(0, 0, nothing, (), nothing)
     layout = Layout(4, 16, 4, split=True)

@@ -172,7 +172,7 @@ def test_weights_in_4_bits_have_their_own_product(
     assert torch_for.names.count("int4") == 4 * 3
 
 
-def test_what_the_library_of_4_bits_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_shape_of_the_4_bit_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(*_: object) -> None:
         raise RuntimeError("no suitable CUDA 13 environment found")
 

@@ -104,7 +104,7 @@ def test_a_product_is_that_of_the_dequantised_matrix(group: int, zeros: bool) ->
 
 @pytest.mark.parametrize("kind", ["plain", "zeros", "e2m1"])
 def test_experts_multiply_their_own_rows(kind: str) -> None:
-    """Some of no rows, and rows of experts of other ranks behind them."""
+    """Some of no rows, and rows of experts of other ranks after them."""
     generator = torch.Generator("cuda").manual_seed(3)
     experts, width, inner = 6, 384, 256
     matrix = quantise_groups(

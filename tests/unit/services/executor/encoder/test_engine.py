@@ -52,7 +52,7 @@ def vectors(maker: PlanMaker, given: list[list[int]]) -> list[torch.Tensor]:
         ("bert", {"dtype": "int8", "device": "cpu"}, "mean_tokens", 0.998),
     ],
 )
-def test_vectors_are_those_of_transformers(
+def test_encoder_gives_the_vectors_of_transformers(
     tmp_path: Path, kind: str, options: dict[str, Any], pooling: str, least: float
 ) -> None:
     maker = engine(encoder_folder(kind, tmp_path, pooling), **options)

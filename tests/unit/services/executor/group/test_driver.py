@@ -55,18 +55,18 @@ def group(watched: Watched) -> GroupBackend:
     return watched.group
 
 
-def test_vectors_are_those_of_one_rank(group: GroupBackend, watched: Watched, folder: Path) -> None:
+def test_ranks_give_the_vectors_of_one(group: GroupBackend, watched: Watched, folder: Path) -> None:
     gives_the_vectors_of(watched, build(options(folder)))
 
 
-def test_what_two_ranks_choose_is_what_one_chooses(group: GroupBackend, folder: Path) -> None:
+def test_two_ranks_choose_the_tokens_of_one(group: GroupBackend, folder: Path) -> None:
     alone = build(options(folder, processors={"shift": Shift}))
     assert life(PlanMaker(group)) == life(PlanMaker(alone))
     group.reset()
     assert life(PlanMaker(group, seed=5)) == life(PlanMaker(alone, seed=6))
 
 
-def test_the_facts_are_those_of_both(group: GroupBackend, folder: Path) -> None:
+def test_group_facts_combine_the_facts_of_both_ranks(group: GroupBackend, folder: Path) -> None:
     alone = build(options(folder)).info
     assert group.info.bytes_per_block == alone.bytes_per_block  # 2 KV heads here, 1 there: 3
     assert (group.info.blocks, group.info.vocab, group.info.slots) == (80, alone.vocab, 8)
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_at_the_start_fails_the_start_with_its_words(
 
     def sums(made: TorchOptions, ranks: Ranks) -> RankBackend:
         ranks.all_reduce(torch.ones(3))
-        raise AssertionError("there was nobody to add to")
+        raise AssertionError("there was no rank to add to")
 
     with pytest.MonkeyPatch.context() as patched:
         if when == "in a sum":

@@ -33,14 +33,14 @@ def made(
     assert watched.lost.empty()
 
 
-def test_what_ranks_choose_is_what_one_chooses(made: tuple[Watched, Path]) -> None:
+def test_ranks_choose_the_tokens_of_one(made: tuple[Watched, Path]) -> None:
     watched, folder = made
     watched.group.reset()
     alone = build(options(folder, processors={"shift": Shift}))
     assert life(PlanMaker(watched.group)) == life(PlanMaker(alone))
 
 
-def test_greedy_ids_are_those_of_one(made: tuple[Watched, Path]) -> None:
+def test_ranks_give_the_greedy_ids_of_one(made: tuple[Watched, Path]) -> None:
     watched, folder = made
     watched.group.reset()
     found = []

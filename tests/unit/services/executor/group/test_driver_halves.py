@@ -30,7 +30,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def steps(*, samples: bool = True) -> Iterator[list[Row]]:
-    """A cut through the first prompt; a decode beside a chunk with a prefix; a chunk that feeds nobody; and a
+    """A cut through the first prompt; a decode beside a chunk with a prefix; a chunk that feeds no row; and a
     step too short to be halved."""
     yield [Row(0, 0, 120, feeds=(0,)), Row(1, 0, 60, feeds=(1,) if samples else ())]
     yield [Row(1, 60, 1, feeds=(1,)), Row(0, 120, 100), Row(2, 0, 90, feeds=(2,))]
@@ -71,7 +71,7 @@ def on_a_rank(ranks: Ranks, folder: Path, deterministic: bool) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(("size", "deterministic"), [(2, False), (4, True)])
-def test_logits_of_halves_are_those_of_whole_steps(size: int, deterministic: bool, tmp_path: Path) -> None:
+def test_halves_give_the_logits_of_whole_steps(size: int, deterministic: bool, tmp_path: Path) -> None:
     for kind in KINDS:
         save_tiny(kind, tmp_path / kind)
     alone = all_logits(SOLO, tmp_path, two_stream=True, deterministic=deterministic)
@@ -135,7 +135,7 @@ def test_a_group_chooses_the_same_in_halves(watched: Watched, folder: Path) -> N
     assert not any(each.segments for each in wanted)
 
 
-def told_not_to(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:
+def split_forbidden(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:
     made = options(folder, overlap_comm="off")
     backend = TorchBackend(made, load(made, ranks))
     pending = backend.forward(replace(opened(backend).plan(next(steps())), two_stream=True))
@@ -144,5 +144,5 @@ def told_not_to(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:
     return found
 
 
-def test_ranks_may_be_told_not_to(folder: Path) -> None:
-    assert on_ranks(2, told_not_to, folder) == [(0, ())] * 2
+def test_ranks_do_not_split_steps_when_the_setting_forbids_it(folder: Path) -> None:
+    assert on_ranks(2, split_forbidden, folder) == [(0, ())] * 2

@@ -63,18 +63,18 @@ def group(watched: Watched) -> GroupBackend:
     return watched.group
 
 
-def test_what_stages_choose_is_what_one_rank_chooses(group: GroupBackend, folder: Path) -> None:
+def test_stages_choose_the_tokens_of_one_rank(group: GroupBackend, folder: Path) -> None:
     alone = build(options(folder, processors=load_processors(PLUGINS)))
     assert life(PlanMaker(group)) == life(PlanMaker(alone))
     group.reset()
     assert life(PlanMaker(group, seed=5)) == life(PlanMaker(alone, seed=6))
 
 
-def test_vectors_are_those_of_one_rank(group: GroupBackend, watched: Watched, folder: Path) -> None:
+def test_stages_give_the_vectors_of_one_rank(group: GroupBackend, watched: Watched, folder: Path) -> None:
     gives_the_vectors_of(watched, build(options(folder)))
 
 
-def test_the_facts_are_those_of_all(group: GroupBackend, folder: Path) -> None:
+def test_group_facts_combine_the_facts_of_all_stages(group: GroupBackend, folder: Path) -> None:
     alone = build(options(folder)).info
     assert group.info.bytes_per_block == alone.bytes_per_block
     assert (group.info.blocks, group.info.vocab, group.info.stages) == (80, alone.vocab, 3)
@@ -126,7 +126,7 @@ def test_blocks_of_all_stages_go_down_and_come_back(group: GroupBackend) -> None
     go_down_and_come_back(group)
 
 
-def test_what_the_last_stage_cannot_sample_fails_on_the_driver(folder: Path) -> None:
+def test_sampling_error_of_the_last_stage_fails_the_step_on_the_driver(folder: Path) -> None:
     sent: list[object] = []
 
     class Played:

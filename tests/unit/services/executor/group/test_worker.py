@@ -105,8 +105,8 @@ def test_a_step_that_was_not_sampled_is_forgotten() -> None:
         served(plan(3), DropStep(3), SetSampled(3, ints(), ints()), engine=Engine())
 
 
-def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
-    said: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
+def test_last_stage_sends_its_tokens_and_its_errors() -> None:
+    sampled: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
     entered: list[str] = []
 
     class Samples(Engine):
@@ -117,11 +117,11 @@ def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
 
     engine: Any = Samples()
     engine.refuses = {5}
-    sampler = SampleThread(engine, said.put, lambda: entered.append("here"), stages=2)
+    sampler = SampleThread(engine, sampled.put, lambda: entered.append("here"), stages=2)
     last = Worker(engine, lambda order: None, sampler)
     for order in (plan(3), plan(4), plan(5), DropStep(5), SetSampled(3, ints([3]), ints([0])), plan(6)):
         last.execute(order)
-    found = [said.get(timeout=WITHIN_S) for _ in range(3)]
+    found = [sampled.get(timeout=WITHIN_S) for _ in range(3)]
     assert [(each.step, each.error) for each in found] == [(3, ""), (4, "ValueError: no more words"), (6, "")]
     assert found[0].output is not None
     assert list(found[0].output.ids) == [3]
@@ -129,7 +129,7 @@ def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
     assert (entered, engine.calls) == (["here"] * 3, [])
 
 
-def test_followers_hear_nothing_of_what_only_the_leader_runs() -> None:
+def test_followers_receive_nothing_that_only_the_leader_runs() -> None:
     plain = SlotOpen(slot=1, generation=0, seq=0, prompt_tokens=1, tokens=ints([1]))
     assert for_workers(plain) is plain
     hosted = SlotOpen(
@@ -147,7 +147,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TorchOptions:
     )
 
 
-def test_a_part_lies_behind_those_of_the_ranks_before(options: TorchOptions) -> None:
+def test_part_of_a_rank_lies_after_the_parts_of_the_ranks_before(options: TorchOptions) -> None:
     backend = build(options)
     size, before = backend.info.bytes_per_block, 24
     maker = PlanMaker(backend)
@@ -176,8 +176,8 @@ def test_a_part_lies_behind_those_of_the_ranks_before(options: TorchOptions) -> 
     assert "cannot open the arena" in answers.get(timeout=WITHIN_S).error
 
 
-def test_a_rank_is_built_works_and_ends_as_it_is_told(options: TorchOptions) -> None:
-    """The only one of its group, on a thread: its own driver, since nobody else computes."""
+def test_rank_is_built_works_and_ends_by_the_drivers_commands(options: TorchOptions) -> None:
+    """The only one of its group, on a thread: its own driver, since no other rank computes."""
     ours, theirs = multiprocessing.Pipe()
     store = rendezvous(1)
     orphaned = threading.Event()
@@ -195,7 +195,7 @@ def test_a_rank_is_built_works_and_ends_as_it_is_told(options: TorchOptions) -> 
         refused,
         maker.plan([Row(0, 0, len(PROMPT), feeds=(0,))]),
         SetSampled(1, ints([5]), ints([0])),
-        maker.plan([Row(0, len(PROMPT), 1, feeds=(0,))]),  # of the token that it was told
+        maker.plan([Row(0, len(PROMPT), 1, feeds=(0,))]),  # of the token that it received
         SetSampled(2, ints([6]), ints([1])),
         driver.CopyControl.FINISH,
     ):

@@ -41,7 +41,7 @@ def pin(view: torch.Tensor, driver: Any, slices: int) -> bool:
     return copiers._pin(view, driver, lambda took_s: took_s >= 0 and next(asked) <= slices)
 
 
-def test_it_gives_way_after_each_slice(view: torch.Tensor) -> None:
+def test_pinning_yields_after_each_slice(view: torch.Tensor) -> None:
     driver = Driver()
     assert pin(view, driver, 4)
     first = view.data_ptr()
@@ -49,14 +49,14 @@ def test_it_gives_way_after_each_slice(view: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("slices", [0, 1, 3])
-def test_an_arena_that_nobody_wants_any_more_is_let_go_at_once(view: torch.Tensor, slices: int) -> None:
+def test_arena_without_a_user_is_released_at_once(view: torch.Tensor, slices: int) -> None:
     driver = Driver()
     with pytest.raises(ArenaError):
         pin(view, driver, slices)
     assert not driver.pinned
 
 
-def test_what_cannot_be_pinned_is_not_pinned_in_part(view: torch.Tensor) -> None:
+def test_failed_pinning_leaves_no_part_pinned(view: torch.Tensor) -> None:
     driver = Driver(most=2)
     assert not pin(view, driver, 4)
     assert not driver.pinned

@@ -49,7 +49,7 @@ class HandCopier:
         for took_s in self.slices_s:
             self.began.put(None)
             if not give_way(took_s):
-                raise ArenaError("nobody wants it any more")
+                raise ArenaError("it was given up")
         self.attached = arena.view
 
     def detach(self) -> None:
@@ -86,14 +86,14 @@ class Bench:
         self.clock, self.file = FakeClock(), file
         self.computing = False
         self.copier = HandCopier(self.clock)
-        self.told: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.lane = CopyWorker(
             self.copier,
             self.clock,
             CopyCallbacks(
-                on_copied=lambda epoch, copied: self.told.put((epoch, copied)),
-                on_idle=lambda: self.told.put("quiet"),
-                on_unmapped=lambda generation: self.told.put(generation),
+                on_copied=lambda epoch, copied: self.reports.put((epoch, copied)),
+                on_idle=lambda: self.reports.put("quiet"),
+                on_unmapped=lambda generation: self.reports.put(generation),
             ),
             lambda: self.computing,
         )
@@ -119,7 +119,7 @@ class Bench:
         )
 
     def next(self) -> object:
-        return self.told.get(timeout=WITHIN_S)
+        return self.reports.get(timeout=WITHIN_S)
 
     def copied(self) -> KvCopied:
         epoch, copied = self.next()  # type: ignore[misc]  # the test knows what comes
@@ -177,7 +177,7 @@ def test_the_wait_is_from_its_arrival_to_its_first_piece(bench: Bench) -> None:
     assert [bench.copied().wait_us for _ in range(2)] == [0, 300 + 10]
 
 
-def test_a_copy_waits_for_its_step_and_holds_nobody_up(bench: Bench) -> None:
+def test_copy_waits_for_its_step_and_delays_no_other(bench: Bench) -> None:
     bench.copy(1, 4, after=3)
     bench.copy(2, 5, after=2)
     bench.copy(3, 6)
@@ -215,7 +215,7 @@ def test_a_new_incarnation_stops_what_runs_between_pieces_and_forgets_the_rest(b
     assert bench.copier.pieces() == [("load", [0, 1]), ("store", [10])]
 
 
-def test_without_a_running_copy_a_new_incarnation_is_quiet_at_once(bench: Bench) -> None:
+def test_new_incarnation_is_quiet_at_once_without_a_running_copy(bench: Bench) -> None:
     bench.copy(1, 4, after=3)
     bench.lane.begin(2)
     assert bench.lane.is_idle
@@ -250,7 +250,7 @@ def test_the_old_mapping_stays_when_its_file_goes(bench: Bench) -> None:
     assert bench.answers(1) == [(1, "ok")]
 
 
-def test_what_is_not_in_the_arena_is_not_copied(bench: Bench) -> None:
+def test_range_outside_the_arena_is_not_copied(bench: Bench) -> None:
     bench.copy(1, 1, 2, place=ROOM - 1)  # its second half is past the end
     bench.copy(2, 1, place=-1)
     bench.copy(3, 1, place=ROOM - 1)
@@ -278,7 +278,7 @@ def test_the_time_of_a_copy_is_the_devices_where_it_has_a_clock(bench: Bench) ->
     assert bench.lane.stored.us == 20
     bench.copier.moved_us = 700
     bench.copy(2, 1, 2)
-    assert bench.copied().took_us == 20  # two clocks need not agree
+    assert bench.copied().took_us == 20  # two clocks may differ
 
 
 def test_a_copy_that_fails_at_its_end_is_no_copy(bench: Bench) -> None:
@@ -324,7 +324,7 @@ def test_closing_stops_the_copy_and_unmaps(bench: Bench) -> None:
     closing.join(WITHIN_S)
     assert bench.next() == bench.file.generation
     assert bench.copier.pieces() == [("store", [0, 1])]
-    assert bench.told.empty()
+    assert bench.reports.empty()
     bench.lane.close(WITHIN_S)  # again
 
 
@@ -339,7 +339,7 @@ def test_a_mapping_in_use_stays_and_is_not_called_released(bench: Bench) -> None
     kept.release()
 
 
-def test_too_many_copies_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_over_the_bound_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "MAX_QUEUED", 2)
     bench.copy(1, 1, after=1)
     bench.copy(2, 1, after=1)
@@ -349,7 +349,7 @@ def test_too_many_copies_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert bench.answers(2) == [(1, "ok"), (2, "ok")]
 
 
-def test_an_arena_says_why_it_cannot_be_mapped() -> None:
+def test_arena_that_cannot_be_mapped_is_an_error_with_the_reason() -> None:
     with segment(SIZE) as file:
         with pytest.raises(ArenaError, match="is not of generation 1234567: restart kv_offload"):
             Arena(file.name, 1_234_567)
@@ -364,7 +364,7 @@ def test_an_arena_says_why_it_cannot_be_mapped() -> None:
         Arena(file.name, file.generation)
 
 
-def test_no_descriptor_is_left_behind() -> None:
+def test_no_descriptor_is_left_open() -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -391,7 +391,7 @@ def test_the_rate_is_that_of_the_last_copies() -> None:
     assert (rate.mb_s, rate.copies, rate.bytes) == (8_000, 202, 202 * 8_000)
 
 
-def test_the_arena_of_kv_offload_is_mapped_by_what_its_beat_says(bench: Bench) -> None:
+def test_arena_of_kv_offload_is_mapped_by_its_heartbeat(bench: Bench) -> None:
     """The one place where both sides of the segment meet without a process between them."""
     old = bench.file.generation
     theirs = shared_arena("a-test.host", 1_700_000_000_000_123, 4 * 4_096)
@@ -420,7 +420,7 @@ def test_an_arena_is_attached_in_slices_with_rests_while_steps_go_on(bench: Benc
         bench.computing = beside == "a step under way"
         bench.lane.on_stepped(1, 1 if beside == "a step just computed" else 0)
         bench.lane.map(other.name, other.generation)
-        bench.until_it_copies()  # the first slice, and now it rests: for hours, unless nobody wants the arena
+        bench.until_it_copies()  # the first slice, and now it rests: for hours, unless the arena is given up
         bench.copy(1, 4, generation=other.generation)
         bench.lane.map("", 0)
         assert bench.next() == bench.file.generation
@@ -429,7 +429,7 @@ def test_an_arena_is_attached_in_slices_with_rests_while_steps_go_on(bench: Benc
         assert bench.copier.attached is None
 
 
-def test_without_steps_an_arena_is_attached_without_rests(bench: Bench) -> None:
+def test_arena_is_attached_without_rests_when_no_step_runs(bench: Bench) -> None:
     with segment(ROOM * SIZE) as other:
         bench.copier.slices_s = [HOURS_S, HOURS_S]
         bench.lane.on_stepped(1, 1)

@@ -1,4 +1,4 @@
-"""Programs on ranks of CPUs: one talks while the other computes."""
+"""Programs on ranks of CPUs: one communicates while the other computes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def lanes() -> Iterator[CommThread]:
     made.close()
 
 
-def program(name: str, talks: int, heard: list[str]) -> ForwardPass:
-    for i in range(talks):
-        heard.append(f"{name}{i} computes")
-        yield lambda i=i: heard.append(f"{name}{i} talks")
-    return torch.tensor([talks])
+def program(name: str, collectives: int, run_order: list[str]) -> ForwardPass:
+    for i in range(collectives):
+        run_order.append(f"{name}{i} computes")
+        yield lambda i=i: run_order.append(f"{name}{i} talks")
+    return torch.tensor([collectives])
 
 
-def test_a_talk_is_under_the_compute_of_the_other(lanes: CommThread) -> None:
-    """A's first talk ends when B has computed, B's when A has gone on: neither in turn, nor a thread each."""
+def test_collective_runs_during_the_compute_of_the_other(lanes: CommThread) -> None:
+    """A's first collective ends when B has computed, B's when A has gone on: neither in turn, nor a thread
+    each."""
     computed = [threading.Event(), threading.Event()]
 
     def half(index: int) -> ForwardPass:
@@ -63,20 +64,22 @@ def test_a_talk_is_under_the_compute_of_the_other(lanes: CommThread) -> None:
 
 
 @pytest.mark.parametrize("way", ["lanes", "in turn"])
-def test_all_that_is_said_is_said_in_one_order(way: str, lanes: CommThread) -> None:
-    heard: list[str] = []
-    programs = [program("a", 3, heard), program("b", 2, heard)]
+def test_collectives_of_both_programs_run_in_one_order(way: str, lanes: CommThread) -> None:
+    run_order: list[str] = []
+    programs = [program("a", 3, run_order), program("b", 2, run_order)]
     found = run_in_turn(programs) if way == "in turn" else lanes.run_interleaved(programs, HostSegmentTimer())
     assert [int(each) for each in found] == [3, 2]
-    assert [what for what in heard if "talks" in what] == [
+    assert [what for what in run_order if "talks" in what] == [
         "a0 talks", "b0 talks", "a1 talks", "b1 talks", "a2 talks"
     ]  # fmt: skip
     for name in "ab":
-        own = [what for what in heard if what[0] == name]
-        assert own == sorted(own, key=lambda what: (what[1], what[3:]))  # what is said was computed before
+        own = [what for what in run_order if what[0] == name]
+        assert own == sorted(
+            own, key=lambda what: (what[1], what[3:])
+        )  # what is exchanged was computed before
 
 
-def test_what_a_talk_raises_is_raised_where_it_is_waited_for(lanes: CommThread) -> None:
+def test_error_of_a_collective_is_raised_where_it_is_awaited(lanes: CommThread) -> None:
     def broken() -> ForwardPass:
         yield lambda: [][1]
         return torch.zeros(1)
@@ -86,7 +89,7 @@ def test_what_a_talk_raises_is_raised_where_it_is_waited_for(lanes: CommThread) 
     assert [int(each) for each in lanes.run_interleaved([program("c", 1, [])] * 1, HostSegmentTimer())] == [1]
 
 
-def test_a_talk_may_change_what_inference_made(lanes: CommThread) -> None:
+def test_collective_may_change_tensors_made_by_inference(lanes: CommThread) -> None:
     def doubling() -> ForwardPass:
         x = torch.ones(3)
         yield lambda: x.add_(x)
@@ -96,15 +99,15 @@ def test_a_talk_may_change_what_inference_made(lanes: CommThread) -> None:
         assert lanes.run_interleaved([doubling()], HostSegmentTimer())[0].tolist() == [2, 2, 2]
 
 
-def test_programs_that_say_nothing_end() -> None:
+def test_programs_without_collectives_end() -> None:
     def silent(value: int) -> ForwardPass:
         yield from ()
         return torch.tensor(value)
 
-    def say(index: int, talk: Collective) -> object:
-        raise AssertionError("nothing is said")
+    def run_collective(index: int, collective: Collective) -> object:
+        raise AssertionError("no collective runs")
 
-    found: list[Tensor] = run_interleaved([silent(1), silent(2)], say)  # type: ignore[arg-type]  # never called
+    found: list[Tensor] = run_interleaved([silent(1), silent(2)], run_collective)  # type: ignore[arg-type]  # never called
     assert [int(each) for each in found] == [1, 2]
 
 
@@ -112,7 +115,7 @@ def test_the_first_pieces_are_noted_in_order() -> None:
     times = iter(range(0, 1_000_000, 1_000))
     notes = HostSegmentTimer(
         lambda: next(times)
-    )  # it begins at 0; each begin and each end is a microsecond later
+    )  # it starts at 0; each start and each end is a microsecond later
     for i in range(MAX_SEGMENTS + 5):
         with notes.segment(i % 4):
             pass

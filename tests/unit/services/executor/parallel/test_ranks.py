@@ -1,4 +1,4 @@
-"""What ranks say to each other, against what one process computes."""
+"""Collectives of ranks against what one process computes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _everything(ranks: Ranks) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_what_ranks_say_reaches_the_others(ordered: bool) -> None:
+def test_collectives_give_every_rank_the_same_right_values(ordered: bool) -> None:
     answers = on_ranks(3, _everything, ordered=ordered)
     for found in answers:
         wide = torch.stack([_numbers(rank, 5, 7) for rank in range(3)])

@@ -1,4 +1,4 @@
-"""What ranks say by copies against what a process group says, on gloo ranks with memory in files."""
+"""Exchange by copies against a process group's, on gloo ranks with memory in files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def _on_rank(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     for turn in range(ROUNDS):
         generator = torch.Generator().manual_seed(100 * turn + ranks.rank)
         x = torch.randint(-99, 99, (ranks.size, 3, turn + 1), generator=generator)
-        for said in (copies, group):
+        for exchanged in (copies, group):
             gathered, part, whole = x.new_empty(ranks.size, *x.shape), x.new_empty(3, turn + 1), x.clone()
-            said.all_gather_into(gathered, x)
-            said.reduce_scatter_into(part, x)
+            exchanged.all_gather_into(gathered, x)
+            exchanged.reduce_scatter_into(part, x)
             doubled = torch.empty_like(gathered)
-            said.all_gather_each((doubled, gathered), (2 * x, x + 1))  # in a row, into the same memory
-            said.all_reduce(whole)
+            exchanged.all_gather_each((doubled, gathered), (2 * x, x + 1))  # in a row, into the same memory
+            exchanged.all_reduce(whole)
             found.append(torch.cat([doubled.flatten(), gathered.flatten(), part.flatten(), whole.flatten()]))
     return list(zip(found[::2], found[1::2], strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_say_by_copies_what_their_group_says(size: int) -> None:
+def test_exchange_by_copies_equals_that_by_the_group(size: int) -> None:
     for answers in on_ranks(size, _on_rank):
         assert len(answers) == ROUNDS
         for by_copies, by_group in answers:
@@ -48,5 +48,5 @@ def _misuse(ranks: Ranks) -> str:
     return str(raised.value)
 
 
-def test_what_copies_cannot_say_is_told() -> None:
+def test_impossible_exchange_by_copies_is_an_error() -> None:
     assert on_ranks(2, _misuse) == ["1 elements for 2 ranks"] * 2

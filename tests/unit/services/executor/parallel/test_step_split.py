@@ -15,16 +15,16 @@ def laid_out(counts: list[int], starts: list[int]) -> list[Chunk]:
 
 
 def test_a_cut_goes_through_a_prompt() -> None:
-    before, behind = split_chunks(laid_out([100, 300], [0, 50]), cut=64)
+    before, after = split_chunks(laid_out([100, 300], [0, 50]), cut=64)
     assert before == (Chunk(0, 0, 0, 100), Chunk(1, 100, 50, 92))
-    assert behind == (Chunk(1, 0, 142, 208),)
+    assert after == (Chunk(1, 0, 142, 208),)
 
 
 def test_prompts_of_one_length_are_not_cut() -> None:
     chunks = laid_out([1024] * 4, [0] * 4)
-    before, behind = split_chunks(chunks)
+    before, after = split_chunks(chunks)
     assert before == tuple(chunks[:2])
-    assert [(chunk.slot, chunk.first, chunk.start, chunk.count) for chunk in behind] == [
+    assert [(chunk.slot, chunk.first, chunk.start, chunk.count) for chunk in after] == [
         (2, 0, 0, 1024),
         (3, 1024, 0, 1024),
     ]

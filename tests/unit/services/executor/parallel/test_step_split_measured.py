@@ -1,4 +1,4 @@
-"""Where halves begin to pay: measured on an engine whose steps take what the test says."""
+"""Where halves begin to pay: measured on an engine whose steps take the times of the test."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_the_steps_are_prompts_with_blocks_of_their_own() -> None:
         ({"max_context": 601}, [1_024, 2_048, 4_096]),  # seven prompts of 600
     ],
 )
-def test_what_an_engine_cannot_compute_is_not_measured(facts: dict[str, int], wanted: list[int]) -> None:
+def test_unsupported_split_is_not_measured(facts: dict[str, int], wanted: list[int]) -> None:
     assert sizes(replace(INFO, **facts)) == wanted
 
 
-def test_nothing_measured_is_never() -> None:
+def test_split_without_measurements_is_never_made() -> None:
     assert measured(Engine(info=replace(INFO, max_step_tokens=512))) == NEVER

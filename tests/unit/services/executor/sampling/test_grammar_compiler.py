@@ -132,7 +132,7 @@ def test_a_grammar_of_another_version_is_refused_by_its_kind(compiler: GrammarCo
 def test_a_fault_of_the_compiler_is_forgotten(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine without memory says nothing about the grammar."""
+    """A machine without memory proves nothing about the grammar."""
 
     def fails(text: str) -> LLMatcher:
         raise MemoryError

@@ -48,15 +48,15 @@ def letters(vocabulary: Vocabulary) -> list[int]:
 
 
 @pytest.fixture
-def told() -> queue.SimpleQueue[GrammarReady | GrammarFailed]:
+def reports() -> queue.SimpleQueue[GrammarReady | GrammarFailed]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
 def grammars(
-    vocabulary: Vocabulary, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
+    vocabulary: Vocabulary, reports: queue.SimpleQueue[GrammarReady | GrammarFailed]
 ) -> Iterator[Grammars]:
-    grammars = Grammars(lambda: vocabulary, PADDED, told.put)
+    grammars = Grammars(lambda: vocabulary, PADDED, reports.put)
     yield grammars
     grammars.end()
 
@@ -90,7 +90,7 @@ def flat(letters: list[int], rows: int) -> torch.Tensor:
 
 
 def test_draws_follow_the_softmax_of_what_may_follow(grammars: Grammars, letters: list[int]) -> None:
-    """Of a record that stands still, too: a token that the grammar took and nobody recorded is taken back."""
+    """Also when the record stands still: a token that the grammar took without a record is taken back."""
     sampler = sampler_of(grammars, {slot: opened(slot) for slot in range(SLOTS)})
     logits = flat(letters, SLOTS)
     before = logits.clone()
@@ -109,7 +109,7 @@ def test_draws_follow_the_softmax_of_what_may_follow(grammars: Grammars, letters
     assert chi_square < 13.8  # two degrees of freedom, one in a thousand
 
 
-def test_what_the_grammar_allows_is_what_a_free_row_would_have_drawn(
+def test_token_under_the_grammar_equals_the_free_rows_draw_when_allowed(
     grammars: Grammars, letters: list[int]
 ) -> None:
     slots = list(range(SLOTS))
@@ -187,25 +187,25 @@ def test_a_grammar_that_leads_nowhere_is_at_fault_not_the_engine(
     assert sorted(failures) == [0, 2]
 
 
-def test_the_end_of_each_compilation_is_told_once_for_each_slot_that_waits(
-    grammars: Grammars, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
+def test_end_of_each_compilation_is_reported_once_for_each_waiting_slot(
+    grammars: Grammars, reports: queue.SimpleQueue[GrammarReady | GrammarFailed]
 ) -> None:
     grammars.open(opened(0))
-    first = told.get(timeout=60)
+    first = reports.get(timeout=60)
     assert isinstance(first, GrammarReady)
     assert (first.slot, first.generation) == (0, 1)
     assert first.compile_us > 0
-    grammars.open(opened(1))  # known: told at once
-    assert told.get_nowait() == replace(first, slot=1)
+    grammars.open(opened(1))  # known: reported at once
+    assert reports.get_nowait() == replace(first, slot=1)
     grammars.open(opened(2, grammar=""))
     grammars.open(opened(3, wrong("nothing")))
     grammars.open(opened(4, wrong("nowhere")))
     grammars.close(4)
-    failed = told.get(timeout=60)
+    failed = reports.get(timeout=60)
     assert isinstance(failed, GrammarFailed)
     assert failed.slot == 3
     assert failed.message.startswith("grammar: ")
     grammars.open(opened(5, grammar_of({"structured_outputs": {"regex": "[ab]"}})))
-    last = told.get(timeout=60)
+    last = reports.get(timeout=60)
     assert (type(last), last.slot) == (GrammarReady, 5)
-    assert told.empty()
+    assert reports.empty()

@@ -81,7 +81,7 @@ def test_processors_are_imported_by_name() -> None:
         ("json:JSONDecoder", "is no logits processor"),
     ],
 )
-def test_what_cannot_be_loaded_stops_the_executor_and_says_how_to_mend_it(target: str, why: str) -> None:
+def test_processor_that_cannot_be_loaded_stops_the_executor_with_the_mend(target: str, why: str) -> None:
     with pytest.raises(SetupError, match=rf"^logits_processors: bad={target} {why}") as caught:
         load_processors(f"bad={target}")
     assert (

@@ -28,7 +28,7 @@ def sampler() -> Sampler:
     return Sampler(20, VOCAB, torch.device("cpu"), deterministic=False)
 
 
-def test_seeded_draws_are_the_same_alone_and_in_a_batch_of_16_whatever_the_slot() -> None:
+def test_seeded_draws_are_the_same_alone_and_in_a_batch_of_16_in_any_slot() -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(8))
     draws = {"temperature": 0.9, "top_p": 0.95, "seed": (1 << 64) - 3}
     alone, crowd = sampler(), sampler()
@@ -45,7 +45,7 @@ def test_seeded_draws_are_the_same_alone_and_in_a_batch_of_16_whatever_the_slot(
         assert crowd.choose(table, slots, [position] * 16)[5] == wanted
 
 
-def test_stop_ids_are_forbidden_until_min_tokens_whatever_their_bias() -> None:
+def test_stop_ids_are_forbidden_until_min_tokens_at_any_bias() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, [7, 9]] = torch.tensor([5.0, 4.0])
     chooser, bias = sampler(), {"bias_ids": ints([7]), "bias_values": floats([100.0])}

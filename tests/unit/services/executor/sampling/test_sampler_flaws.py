@@ -96,7 +96,7 @@ def test_log_probabilities_beside_a_row_without_a_token() -> None:
     assert found.logprobs[1] == pytest.approx(logits[1].log_softmax(-1)[3].item())
 
 
-def test_what_float32_rounds_to_zero_becomes_what_it_tends_to() -> None:
+def test_value_that_float32_rounds_to_zero_becomes_its_limit() -> None:
     logits = table(1)
     likeliest = int(logits.argmax())
     for wish in (

@@ -1,4 +1,4 @@
-"""The blocks of the simulated engine: who wrote them last, and how long they are copied."""
+"""The blocks of the simulated engine: which step wrote them last, and how long they are copied."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from services.gateway.app import Endpoints, _route
+from services.gateway.app import _route
 from services.gateway.dialects.later import is_async
 from services.gateway.dialects.responses import START, Place, Responses, _place
+from services.gateway.endpoints import Endpoints
 from services.gateway.store import call_of
 from shared.clock import SystemClock
 from shared.errors import BadRequest

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.dialects import anthropic
 from services.gateway.dialects.anthropic import MessageEvents, message, read
-from services.gateway.errors import NotAuthorized
+from services.gateway.exchange import NotAuthorized
 from services.tokenizer.prepare import _max_tokens, _too_long, read_request
 from shared.api import ChatRequest
 from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, Unavailable, UnknownModel
@@ -147,11 +147,11 @@ def test_null_fields_of_blocks_mean_none() -> None:
     tool = {**TOOL, "description": None, "input_schema": {"properties": {"a": {"const": None}}}}
     choice = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
     body = read({**ASKED, "messages": messages, "tools": [tool], "tool_choice": choice})
-    _, called, returned, said, _ = body["messages"]
+    _, called, returned, answered, _ = body["messages"]
     arguments = [call["function"]["arguments"] for call in called["tool_calls"]]
     assert arguments == [{}, {}, {}, {"a": None}]
     assert returned == {"role": "tool", "tool_call_id": "c", "content": ""}
-    assert said == {"role": "assistant", "content": ""}
+    assert answered == {"role": "assistant", "content": ""}
     assert body["tools"][0]["function"]["parameters"] == tool["input_schema"]
 
 
@@ -167,7 +167,7 @@ def test_null_fields_of_blocks_mean_none() -> None:
         {"output_config": {"effort": "max", "task_budget": {"type": "tokens", "total": 20_000}}},
     ],
 )
-def test_what_changes_nothing_is_accepted(more: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(more: dict[str, Any]) -> None:
     assert read({**ASKED, **more}) == read(ASKED)
 
 
@@ -250,7 +250,7 @@ def test_an_answer_that_was_begun_goes_on() -> None:
         ({"thinking": {"type": "much"}}, "`thinking.type`: "),
     ],
 )
-def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
+def test_wrong_field_is_named(more: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest) as refused:
         read({name: value for name, value in {**ASKED, **more}.items() if value is not None})
     assert refused.value.message.startswith(why)
@@ -261,8 +261,8 @@ HEAD = {"model": "m", "created": 9, "answer_format": "hermes"}
 
 
 def native(text: str, reason: str = "stop", **more: str) -> dict[str, Any]:
-    said = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason, **more}
+    answered = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": answered, "logprobs": None, "finish_reason": reason, **more}
     return {**HEAD, "id": "r", "choices": [choice], "usage": USAGE}
 
 
@@ -348,7 +348,7 @@ def test_a_stream() -> None:
 
 
 def test_blocks_of_a_stream_follow_each_other() -> None:
-    """Whatever the pieces of reasoning, text and calls: one block is open at a time."""
+    """At any pieces of reasoning, text and calls: one block is open at a time."""
     made = MessageEvents(asked(stream=True))
     head = {"id": "r", "model": "m"}
 
@@ -394,7 +394,7 @@ def test_errors(error: HeadraceError, kind: str) -> None:
     assert MessageEvents(asked(stream=True)).end(body).startswith(b"event: error\ndata: ")
 
 
-def test_an_error_over_the_context_has_the_words_by_which_clients_ask_for_less() -> None:
+def test_error_over_the_context_has_the_words_by_which_clients_shorten_it() -> None:
     asked = read_request(read_call(read({**ASKED, "max_tokens": 900}), chat=True, request_id="r").bodies[0])
     assert isinstance(asked, ChatRequest)
     with pytest.raises(BadRequest) as over:

@@ -1,4 +1,4 @@
-"""Chunks of durable chats and completions: any reader goes on anywhere, whatever the pieces of the text."""
+"""Chunks of durable chats and completions: any reader goes on anywhere, at any pieces of the text."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_prompt_goes_through_the_chat_template_unless_it_is_raw() -> None:
         ({"format": "yaml"}, "`format."),
     ],
 )
-def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
+def test_wrong_field_is_named(more: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest) as refused:
         read({**CHAT, **more}, OllamaChatRequest)
     assert refused.value.message.startswith(why)
@@ -179,7 +179,7 @@ def test_an_option_that_ollama_ignores_is_ignored_and_named(name: str) -> None:
         assert api.ignored(given) == [f"options.{name}"]
 
 
-def test_what_ollama_ignores_at_the_top_is_ignored_and_named() -> None:
+def test_top_level_fields_that_ollama_ignores_are_ignored_and_named() -> None:
     more = {"logit_bias": {}, "truncate": True, "shift": False, "keep_alive": "-1m", "options": None}
     assert ollama.CHAT.read({**CHAT, **more}) == ollama.CHAT.read(CHAT)
     assert ollama.CHAT.ignored({**CHAT, **more}) == ["logit_bias", "truncate", "shift"]
@@ -261,10 +261,10 @@ def test_a_call_is_whole_in_its_line() -> None:
 
 def test_a_plain_answer() -> None:
     call = read_call(read({**CHAT, "stream": False}, OllamaChatRequest), chat=True, request_id="r")
-    said = {"role": "assistant", "content": "Hello"}
-    choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": "stop"}
+    answered = {"role": "assistant", "content": "Hello"}
+    choice = {"index": 0, "message": answered, "logprobs": None, "finish_reason": "stop"}
     native = {"created": 9, "model": "m", "choices": [choice], "usage": USAGE, "timings": TIMINGS}
-    assert ollama.whole_answer(call, [native], (), chat=True) == {**HEAD, "message": said, **ENDING}
+    assert ollama.whole_answer(call, [native], (), chat=True) == {**HEAD, "message": answered, **ENDING}
 
 
 def test_errors() -> None:

@@ -88,7 +88,7 @@ cuts = st.lists(st.integers(0, len(ANSWER)), max_size=12)
 
 
 @given(cuts, cuts, st.integers(-1, 160))
-def test_any_pieces_of_a_text_give_the_same_stream_behind_any_number(
+def test_any_pieces_of_a_text_give_the_same_stream_after_any_number(
     one: list[int], other: list[int], number: int
 ) -> None:
     first, second = frames(cut(ANSWER, one)), frames(cut(ANSWER, other))
@@ -134,7 +134,7 @@ def test_a_place_of_an_earlier_attempt_is_the_start() -> None:
     assert joined(sent(whole, place_of((2 << 32) + 5))) == joined(sent(whole, Place(3, 5)))
 
 
-def test_what_a_reader_has_and_was_not_compared_is_sent_again() -> None:
+def test_received_text_that_was_not_compared_is_sent_again() -> None:
     """The reader has ten characters; four have come again when the text starts over."""
     resumed = frames(["Hell"], 1, None) + frames(["Help, it is another"], 2)
     events = sent(resumed, Place(1, 13))
@@ -167,7 +167,7 @@ def test_an_error_before_the_text_has_a_status_and_a_later_one_an_event() -> Non
     assert stream.end(None) == b""
 
 
-def test_a_background_stream_says_that_it_waits() -> None:
+def test_background_stream_has_a_queued_event() -> None:
     queued = {"type": "queued"}
     events = sent([queued, *frames(["Hi"])], background=True)
     kinds = [event["type"].removeprefix("response.") for event in events]

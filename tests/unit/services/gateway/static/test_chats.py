@@ -33,7 +33,7 @@ def found(folder: Path, script: str) -> Any:
     return run(folder, STORAGE + script)
 
 
-def test_an_answer_goes_to_the_chat_that_asked(tmp_path: Path) -> None:
+def test_answer_goes_to_the_chat_that_requested_it(tmp_path: Path) -> None:
     script = """
     const one = chats.create();
     const turn = ask(one, "first");
@@ -46,7 +46,7 @@ def test_an_answer_goes_to_the_chat_that_asked(tmp_path: Path) -> None:
     assert found(tmp_path, script) == [[["first", "answer", False]], [], ["New chat", "first"]]
 
 
-def test_a_request_has_all_messages_and_not_the_answer_that_it_asks_for(tmp_path: Path) -> None:
+def test_request_has_all_messages_except_its_own_answer(tmp_path: Path) -> None:
     script = """
     const chat = chats.create();
     end(chat, ask(chat, "a", "b"));
@@ -92,7 +92,7 @@ def test_a_stop_before_an_answer_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("again", "left"), [("", "the first"), ("the second", "the second")])
-def test_a_question_that_is_asked_again_loses_no_answer(tmp_path: Path, again: str, left: str) -> None:
+def test_repeated_question_loses_no_answer(tmp_path: Path, again: str, left: str) -> None:
     script = f"""
     const chat = chats.create();
     end(chat, ask(chat, "q", "the first"));
@@ -120,7 +120,7 @@ def test_chats_are_there_after_a_reload_until_they_are_cleared(tmp_path: Path) -
     assert found(tmp_path, script) == [True, kept, ["another program's"], []]
 
 
-def test_an_answer_that_ran_at_a_reload_says_so(tmp_path: Path) -> None:
+def test_answer_that_ran_at_a_reload_is_marked(tmp_path: Path) -> None:
     script = """
     const chat = chats.create();
     ask(chat, "q", "half");

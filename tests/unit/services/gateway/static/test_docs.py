@@ -1,4 +1,4 @@
-"""The page at /docs shows every operation of the API, whatever the body of its request is."""
+"""The page at /docs shows every operation of the API, with any body of its request."""
 
 from __future__ import annotations
 

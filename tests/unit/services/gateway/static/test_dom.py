@@ -43,7 +43,7 @@ def test_any_list_becomes_any_other_with_the_same_elements(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("before", "after"), [("abc", "xyabc"), ("abcd", "xab"), ("abcd", "ad"), ("ab", "ab")]
 )
-def test_elements_are_not_moved_by_new_ones_before_them_or_by_those_that_go(
+def test_elements_are_not_moved_when_others_come_before_them_or_go(
     tmp_path: Path, before: str, after: str
 ) -> None:
     """A browser drops the focus and the selection of an element that is moved."""

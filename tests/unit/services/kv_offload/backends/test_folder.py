@@ -92,7 +92,7 @@ def test_a_folder_holds_half_of_a_free_disk_or_its_limit_and_keeps_the_last_used
     assert kept == [1, *range(201 - len(kept), 200)]
 
 
-def test_what_other_programs_write_is_room_that_the_folder_gives_back(
+def test_files_of_other_programs_take_room_that_the_folder_gives_back(
     opened: Callable[..., Folder], disk: Disk
 ) -> None:
     for limit_mib, others, most in ((0, 40, 30), (80, 35, 60), (80, 40, 55)):
@@ -149,7 +149,7 @@ def test_the_length_of_values_is_never_removed_and_files_of_others_stay(
 
 
 @pytest.mark.parametrize("set_s", [0, 2, -2, 600, -600, 172_800, -172_800])
-def test_parts_that_dead_writers_left_are_removed_and_those_of_others_are_not(
+def test_parts_of_dead_writers_are_removed_and_parts_of_others_stay(
     opened: Callable[..., Folder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_s: int
 ) -> None:
     """Also if the clock was set, by so many seconds, before the values of now were written."""

@@ -1,4 +1,4 @@
-"""The threads that talk to L2: what they carry is whole or not at all, and one that hangs holds up nobody."""
+"""The threads that call L2: a value is whole or absent, and one that hangs delays no other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_value_comes_back_as_it_went() -> None:
     assert bytes(errand.payload) == ARENA[b"\0"]
 
 
-def test_what_is_there_and_how_long_it_is() -> None:
+def test_l2_worker_reports_present_keys_and_their_length() -> None:
     remote = stored(1)
     keys = tuple(key for _, key in NAMES[:2])
     assert run(remote, L2Has(3, PRINT, keys)).ended == L2Ended(3, present=(False, True))
@@ -129,7 +129,7 @@ class Broken(MemoryRemote):
             raise self.error
 
 
-def test_a_failure_is_said_and_a_canary_that_is_lost_is_one() -> None:
+def test_l2_worker_reports_a_failure_and_a_lost_canary_is_one() -> None:
     assert run(Broken(RemoteError("no")), put(0)).ended == L2Ended(1, "failed")
     assert run(Broken(), L2Probe(5)).ended == L2Ended(5, "failed")
     remote = MemoryRemote()

@@ -18,7 +18,7 @@ def value(name: tuple[str, bytes] = NAME, valid: int = 16, payload: bytes = PAYL
     return worker.build(name, valid, payload) + payload
 
 
-def test_the_header_is_what_the_specification_says() -> None:
+def test_header_equals_the_specification() -> None:
     fields = b"HRKV" + struct.pack("<HH", 1, 128) + PRINT.encode() + bytes(range(32))
     fields += struct.pack("<QI", 1000, 16) + bytes(12)
     assert worker.build(NAME, 16, PAYLOAD) == fields + blake3(fields + PAYLOAD).digest()

@@ -1,5 +1,5 @@
 """The core of kv_offload with peers: what is asked of another host, what comes from it, and that nothing
-stays leased, whatever happens in the middle of a read. Two cores; the test carries what they say."""
+stays leased, at any event in the middle of a read. Two cores; the test carries their messages."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Pair:
         self.b.store(1, *range(1, 10), valid_tokens=ints([16] * 9))
 
     def carry(self, *, change: Callable[[Message], Message | None] = lambda m: m) -> list[Message]:
-        """Everything that the two say to each other, until both are silent; sums are made at once."""
-        heard: list[Message] = []
+        """All messages of the two to each other, until both are silent; sums are made at once."""
+        received: list[Message] = []
         busy = True
         while busy:
             busy = False
@@ -67,10 +67,10 @@ class Pair:
                 for send in fresh:
                     if send.to in (A, B):
                         busy = True
-                        heard.append(send.message)
+                        received.append(send.message)
                         if (message := change(send.message)) is not None:
                             other.handle(Arrived(source, 7, message))
-        return heard
+        return received
 
     def running(self) -> PeerRead:
         (call,) = [c for c in self.a.peer_calls if isinstance(c, PeerRead)]
@@ -109,7 +109,7 @@ class Pair:
 
     def assert_idle(self) -> None:
         """After the scheduler's release nothing is pinned, leased, asked or queued on either side."""
-        self.a.say(KvRelease(jobs=ints([5])))
+        self.a.deliver(KvRelease(jobs=ints([5])))
         book = self.a.core.peers
         assert isinstance(book, Book)
         assert (book.asks, book.wanted, book.reading, book.next_us()) == ({}, {}, set(), None)
@@ -129,7 +129,7 @@ def pair() -> Pair:
 # ---- what works -----------------------------------------------------------------------------------
 
 
-def test_a_lookup_asks_all_peers_and_is_answered_as_one_of_l2(pair: Pair) -> None:
+def test_lookup_goes_to_all_peers_and_is_answered_like_one_of_l2(pair: Pair) -> None:
     assert pair.look_up(1, 2, 30) == [[2, 2, 0]]
     assert pair.a.state.counters.hits_peer == 2
     assert pair.look_up(1, 2) == [[2, 2]], "it is known now"
@@ -171,7 +171,7 @@ def test_two_loads_of_the_same_blocks_read_them_once(pair: Pair) -> None:
     pair.carry()
     pair.read()
     assert [came(ready) for ready in pair.readies()] == [2, 2], "block 3 was never looked up"
-    pair.a.say(KvRelease(jobs=ints([6])))
+    pair.a.deliver(KvRelease(jobs=ints([6])))
     pair.assert_idle()
 
 
@@ -201,7 +201,7 @@ def test_l2_is_used_for_what_a_peer_has_lost() -> None:
     pair.assert_idle()
 
 
-def test_l2_and_peers_are_asked_side_by_side() -> None:
+def test_l2_and_peers_are_queried_side_by_side() -> None:
     pair = Pair(World(20, l2=True, peers=True))
     pair.a.remote = {(PRINT, key(30)): ((PRINT, key(30)), 16)}
     assert pair.look_up(1, 30, 31) == [], "L2 has not answered"
@@ -262,7 +262,7 @@ def test_wrong_bytes_are_not_found_and_the_blocks_before_them_are(pair: Pair) ->
     pair.assert_idle()
 
 
-def test_what_the_peer_has_evicted_is_not_found(pair: Pair) -> None:
+def test_block_that_the_peer_has_evicted_is_not_found(pair: Pair) -> None:
     pair.look_up(1, 2)
     pair.b.store(3, *range(40, 60))
     pair.a.prefetch(5, 1, 2)
@@ -326,11 +326,11 @@ def test_a_read_fails_and_the_peer_rests_until_one_works(pair: Pair) -> None:
     pair.read()
     assert came(pair.readies()[-1]) == 2
     assert pair.a.core.peers.resting == {}
-    pair.a.say(KvRelease(jobs=ints([8])))
+    pair.a.deliver(KvRelease(jobs=ints([8])))
     pair.assert_idle()
 
 
-def test_what_waits_for_a_read_ends_with_the_peer() -> None:
+def test_jobs_that_wait_for_a_read_end_with_the_peer() -> None:
     pair = Pair(World(400, peers=True), World(400, peers=True))
     many = range(100, 100 + 5 * BATCH)
     pair.b.store(2, *many)
@@ -357,7 +357,7 @@ def test_a_lease_that_waits_for_another_read_is_no_failure_of_its_peer() -> None
     pair.assert_idle()
 
 
-def test_a_lease_that_is_asked_for_again_is_the_same(pair: Pair) -> None:
+def test_repeated_lease_is_the_same(pair: Pair) -> None:
     for _ in range(2):
         pair.b.handle(Arrived(A, 7, PeerLookup(job=7, fingerprint=PRINT, keys=key(1), lease_us=SECOND)))
     assert len(pair.b.peer_calls) == 1
@@ -417,11 +417,11 @@ def test_l1_without_room_takes_nothing() -> None:
     pair.load(1, 2)
     pair.read()
     assert came(pair.readies()[-1]) == 0
-    pair.a.say(KvRelease(jobs=ints([9])))
+    pair.a.deliver(KvRelease(jobs=ints([9])))
     pair.assert_idle()
 
 
-def test_without_peers_other_kv_offloads_are_not_answered() -> None:
+def test_kv_offload_without_peers_ignores_other_kv_offloads() -> None:
     world = World(4)
     asked = PeerLookup(job=1, fingerprint=PRINT, keys=key(1))
     assert world.handle(Arrived(B, 1, asked)) == []
@@ -456,11 +456,11 @@ def test_any_order_of_events_ends_with_right_bytes_and_no_lease(seed: int) -> No
             case _:
                 pair.carry()
         for ready in pair.readies():
-            pair.a.say(KvRelease(jobs=ints([ready.job])))
+            pair.a.deliver(KvRelease(jobs=ints([ready.job])))
         for name, entry in pair.a.state.l1.entries.items():
             assert pair.a.memory[entry.range.offset] == name
     pair.a.peer_calls.clear()
     pair.wait(2 * MOST_PATIENCE_US)
     pair.a.handle(Ticked())
-    pair.a.say(KvRelease(jobs=ints(range(100, job + 1))))
+    pair.a.deliver(KvRelease(jobs=ints(range(100, job + 1))))
     pair.assert_idle()

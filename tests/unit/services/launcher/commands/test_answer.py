@@ -94,7 +94,7 @@ def test_a_block_taller_than_the_screen_is_printed_once(monkeypatch: pytest.Monk
     assert [line for line in screen.shown() if line] == rendered(text)
 
 
-def test_an_answer_that_starts_over_says_so() -> None:
+def test_restart_of_an_answer_is_printed() -> None:
     screen = Tty()
     with answer_on(screen) as answer:
         answer.begin()
@@ -120,7 +120,7 @@ def test_elsewhere_the_text_is_printed_as_it_is() -> None:
     assert screen.getvalue() == "# Title\n*text*\n"
 
 
-def test_without_a_terminal_rich_is_not_imported() -> None:
+def test_rich_is_not_imported_without_a_terminal() -> None:
     code = (
         "import sys; from services.launcher.commands.answer import answer_on\n"
         "with answer_on(sys.stdout) as answer: answer.add('x')\n"

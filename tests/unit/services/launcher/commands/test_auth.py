@@ -10,7 +10,7 @@ from pathlib import Path
 import bcrypt
 import pytest
 
-from services.gateway.app import read_keys
+from services.gateway.visitors import read_keys
 from services.launcher.cli import main
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan, Tls
@@ -24,16 +24,16 @@ USERS = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gat
 
 
 def make(folder: Path, *tenants: str, force: bool = False, tls: Tls | None = None) -> list[str]:
-    said: list[str] = []
-    auth.generate(folder, Plan(URL, "default", tenants, force, tls), said.append)
-    return said
+    made: list[str] = []
+    auth.generate(folder, Plan(URL, "default", tenants, force, tls), made.append)
+    return made
 
 
 def contents(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_folder_for_each_user_and_nobody_else_may_look(tmp_path: Path) -> None:
+def test_each_user_has_a_folder_closed_to_others(tmp_path: Path) -> None:
     make(tmp_path / "a" / "auth", "acme")
     folder = tmp_path / "a" / "auth"
     expected = {f"{name}/headrace.toml" for name in USERS}
@@ -45,7 +45,7 @@ def test_a_folder_for_each_user_and_nobody_else_may_look(tmp_path: Path) -> None
     assert (modes, folders) == ({0o600}, {0o700})
 
 
-def test_the_server_listens_for_edges_once_it_was_asked_to(tmp_path: Path) -> None:
+def test_server_listens_for_edges_once_requested(tmp_path: Path) -> None:
     make(tmp_path)
     conf, users = tmp_path / "nats" / "nats.conf", tmp_path / "nats" / "users.conf"
     assert "leafnodes" not in conf.read_text()
@@ -61,7 +61,7 @@ def test_the_server_listens_for_edges_once_it_was_asked_to(tmp_path: Path) -> No
     assert auth.url_of(tmp_path, "leaf", "nats-leaf://central:7422") == url
 
 
-def test_the_server_knows_the_passwords_only_as_hashes(tmp_path: Path) -> None:
+def test_servers_configuration_has_the_passwords_only_as_hashes(tmp_path: Path) -> None:
     make(tmp_path)
     users = (tmp_path / "nats" / "users.conf").read_text()
     for name in [*USERS, "public"]:
@@ -83,8 +83,8 @@ def test_again_changes_nothing(tmp_path: Path) -> None:
 def test_a_new_tenant_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     make(tmp_path)
     before = contents(tmp_path)
-    said = make(tmp_path, "a.b")
-    assert [line.partition(": ")[0] for line in said] == [
+    made = make(tmp_path, "a.b")
+    assert [line.partition(": ")[0] for line in made] == [
         str(tmp_path / "tenants/a=2Eb/headrace.toml"), str(tmp_path / "nats/users.conf")
     ]  # fmt: skip
     after = contents(tmp_path)
@@ -94,7 +94,7 @@ def test_a_new_tenant_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     assert 'user: "a=2Eb"' in after["nats/users.conf"]
 
 
-def test_the_gateway_knows_each_tenant_by_the_hash_of_its_key(tmp_path: Path) -> None:
+def test_gateways_configuration_has_each_tenant_by_the_hash_of_its_key(tmp_path: Path) -> None:
     make(tmp_path, "a.b", "in two words")
     keys = tmp_path / "gateway" / "keys"
     own = (tmp_path / "tenants/a=2Eb/api_key").read_text().strip()
@@ -109,7 +109,7 @@ def test_the_gateway_knows_each_tenant_by_the_hash_of_its_key(tmp_path: Path) ->
     assert sorted(read_keys(keys.read_text()).values()) == sorted([*users, "else"])
 
 
-def test_classes_are_those_of_the_tenants_that_are_named(tmp_path: Path) -> None:
+def test_classes_are_written_for_the_named_tenants(tmp_path: Path) -> None:
     classes = tmp_path / "tokenizer" / "classes"
     make(tmp_path, "a.b", "bob")
     assert read_classes(classes.read_text()) == dict.fromkeys(("a.b", "bob", "public"), DEFAULT_CLASSES)
@@ -124,7 +124,7 @@ def test_classes_are_those_of_the_tenants_that_are_named(tmp_path: Path) -> None
     assert main(["auth", str(tmp_path), *url, "--classes", "fast"]) == 1
 
 
-def test_accounts_stay_once_they_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accounts_stay_once_requested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path, "acme", "a.b")
     kept = tmp_path / "scheduler" / "headrace.toml"
     kept.write_text(kept.read_text() + 'policy = "routing=prefix"\n')
@@ -193,7 +193,7 @@ def test_another_address_is_refused_and_shows_no_password(tmp_path: Path) -> Non
         auth.generate(tmp_path, Plan("nats://other:1", "default"), print)
 
 
-def test_the_configuration_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_configuration_of_another_author_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "nats").mkdir()
     (tmp_path / "nats" / "nats.conf").write_text("port: 4222\n")
     with pytest.raises(SetupError, match=r"nats\.conf was not made by `headrace auth`"):
@@ -222,7 +222,7 @@ def test_the_files_are_read_as_settings(tmp_path: Path, capsys: pytest.CaptureFi
     given = tomllib.loads((tmp_path / "tenants/public/headrace.toml").read_text())
     assert set(given) == {"nats_url"}
     assert shown == given["nats_url"].replace("@h:1", "@127.0.0.1:9")
-    assert main(["auth", str(tmp_path), "--show", "nobody"]) == 1
+    assert main(["auth", str(tmp_path), "--show", "absent"]) == 1
     assert "there are no credentials in" in capsys.readouterr().err
 
 
@@ -233,12 +233,12 @@ def test_tls_needs_both_files(tmp_path: Path) -> None:
     assert 'tls { cert_file: "/c.pem", key_file: "/k.pem" }' in (tmp_path / "nats/nats.conf").read_text()
 
 
-def test_up_without_users_says_how_to_make_them(tmp_path: Path) -> None:
+def test_up_without_users_prints_how_to_make_them(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="run `headrace auth"):
         auth.authorization(tmp_path, "default")
 
 
-def test_users_of_another_version_or_fleet_are_told(tmp_path: Path) -> None:
+def test_users_of_another_version_or_fleet_are_an_error(tmp_path: Path) -> None:
     """Else the services would start, and then miss one subject or another."""
     make(tmp_path)
     users = tmp_path / "nats" / "users.conf"

@@ -49,28 +49,28 @@ def test_the_system_text_stays_when_the_conversation_is_forgotten(
     system = {"role": "system", "content": "Be short."}
     commands.run("/system Be long.")
     commands.run("/system Be short.")
-    assert commands.said.messages == [system, HI, HO]
+    assert commands.conversation.messages == [system, HI, HO]
     commands.run("/reset")
-    assert commands.said.messages == [system]
+    assert commands.conversation.messages == [system]
     commands.run("/system")
     assert capsys.readouterr().out.endswith("system: Be short.\n")
     commands.run("/system -")
-    assert commands.said.messages == []
+    assert commands.conversation.messages == []
 
 
 def test_a_field_is_set_and_taken_back(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
     commands.run("/set temperature 0.7")
     commands.run('/set stop ["a", "b"]')
     commands.run("/set slo_class batch")
-    assert commands.said.options == {"temperature": 0.7, "stop": ["a", "b"], "slo_class": "batch"}
+    assert commands.conversation.options == {"temperature": 0.7, "stop": ["a", "b"], "slo_class": "batch"}
     assert capsys.readouterr().out.endswith('temperature 0.7, stop ["a", "b"], slo_class "batch"\n')
     for name in ("temperature", "stop", "slo_class"):
         commands.run(f"/set {name}")
-    assert commands.said.options == {}
+    assert commands.conversation.options == {}
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "shown"),
     [
         ("/sing", "there is no command /sing: /help lists them"),
         ("/run x", "there is no command /run"),
@@ -84,11 +84,11 @@ def test_a_field_is_set_and_taken_back(commands: Commands, capsys: pytest.Captur
         ("/load /none/x", "/none/x cannot be read: No such file"),
     ],
 )
-def test_a_command_that_cannot_be_done_changes_nothing(commands: Commands, line: str, said: str) -> None:
+def test_a_command_that_cannot_be_done_changes_nothing(commands: Commands, line: str, shown: str) -> None:
     with pytest.raises(BadRequest) as refused:
         commands.run(line)
-    assert refused.value.message.startswith(said)
-    assert commands.said == Conversation({"temperature": 0.0}, [HI, HO])
+    assert refused.value.message.startswith(shown)
+    assert commands.conversation == Conversation({"temperature": 0.0}, [HI, HO])
 
 
 def test_a_saved_conversation_is_a_request_and_can_be_loaded(commands: Commands, tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_a_saved_conversation_is_a_request_and_can_be_loaded(commands: Commands,
     ChatRequest.model_validate(body)
     other = Commands("n", Conversation({"top_p": 0.5}))
     other.run(f"/load {file}")
-    assert other.said == commands.said
+    assert other.conversation == commands.conversation
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "shown"),
     [
         ("{", "is not JSON"),
         ("[]", "has no `messages`"),
@@ -111,12 +111,12 @@ def test_a_saved_conversation_is_a_request_and_can_be_loaded(commands: Commands,
         ('{"messages": [], "heat": 1}', "heat: no such field"),
     ],
 )
-def test_a_file_that_is_no_conversation(commands: Commands, tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_no_conversation(commands: Commands, tmp_path: Path, text: str, shown: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
-    with pytest.raises(BadRequest, match=said):
+    with pytest.raises(BadRequest, match=shown):
         commands.run(f"/load {file}")
-    assert commands.said.messages == [HI, HO]
+    assert commands.conversation.messages == [HI, HO]
 
 
 class Scripted:
@@ -142,7 +142,7 @@ async def test_an_answer_joins_the_conversation(capsys: pytest.CaptureFixture[st
     chat = Chat(client, "m", 9, Conversation({"seed": 1}))  # type: ignore[arg-type]
     await chat.send("Hi")
     assert client.asked == [{"model": "m", "messages": [HI], "seed": 1, "max_tokens": LONGEST_TOKENS}]
-    assert chat.said.messages == [HI, {"role": "assistant", "content": "Ho!"}]
+    assert chat.conversation.messages == [HI, {"role": "assistant", "content": "Ho!"}]
     assert capsys.readouterr().out == "Ho!\n"
 
 
@@ -151,7 +151,7 @@ async def test_an_answer_that_starts_over_replaces_the_first(capsys: pytest.Capt
     client = Scripted(accepted, delta("one"), accepted, delta("two"))
     chat = Chat(client, "m", 9, Conversation())  # type: ignore[arg-type]
     await chat.send("Hi")
-    assert chat.said.messages[-1]["content"] == "two"
+    assert chat.conversation.messages[-1]["content"] == "two"
     assert capsys.readouterr().out == "one\n[the answer starts over]\ntwo\n"
 
 
@@ -200,21 +200,21 @@ async def test_a_question_without_an_answer_is_not_kept(capsys: pytest.CaptureFi
     chat = Chat(Scripted(Unavailable("away")), "m", 9, Conversation())  # type: ignore[arg-type]
     with pytest.raises(Unavailable):
         await chat.send("Hi")
-    assert (chat.said.messages, capsys.readouterr().out) == ([], "")
+    assert (chat.conversation.messages, capsys.readouterr().out) == ([], "")
     cut = Chat(Scripted(delta("Ho"), Unavailable("away")), "m", 9, Conversation())  # type: ignore[arg-type]
     with pytest.raises(Unavailable):
         await cut.send("Hi")
-    assert cut.said.messages == [HI, HO]
+    assert cut.conversation.messages == [HI, HO]
 
 
-def test_who_has_filled_the_context_is_told_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_context_prints_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     """Every further question has the same error."""
     full = BadRequest("context_length_exceeded: the maximum is 128 tokens: ask for at most 7")
     with LoopThread() as loop:
         for error in (full, BadRequest("`seed` is wrong")):
             _answer(loop, Chat(Scripted(error), "m", 9, Conversation()), "Hi")  # type: ignore[arg-type]
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said] == [
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in shown] == [
         "error (invalid request)",
         "/reset forgets the conversation; /set max_tokens N asks for a shorter answer",
         "error (invalid request)",

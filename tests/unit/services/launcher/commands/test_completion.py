@@ -55,11 +55,13 @@ def test_every_command_and_every_option_is_offered(parser: argparse.ArgumentPars
         (("nonsense", "--back"), []),
     ],
 )
-def test_what_follows(parser: argparse.ArgumentParser, words: tuple[str, ...], found: list[str]) -> None:
+def test_completion_offers_the_words_that_may_follow(
+    parser: argparse.ArgumentParser, words: tuple[str, ...], found: list[str]
+) -> None:
     assert offered(parser, *words) == found
 
 
-def test_both_shells_have_the_same_function(
+def test_completion_is_the_same_function_in_both_shells(
     parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bash, zsh = (script(shell, parser, {}) for shell in SHELLS)

@@ -1,4 +1,4 @@
-"""`headrace kv`: its words for each state of the tiers, to the character, from what a core really says."""
+"""`headrace kv`: its words for each state of the tiers, to the character, from the status of a real core."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def store(tiers: VirtualKv, **more: Any) -> dict[str, Any]:
     return {**about, **actor.status(tiers.core.state), **more}
 
 
-def test_what_a_tier_holds() -> None:
+def test_kv_command_prints_the_contents_of_a_tier() -> None:
     assert kv.draw([store(used())], []) == [
         "kv_offload.k  ready",
         "  L1     4.19 MB of 8.39 MB (50.0 %) in 3 blocks; 0 evicted",
@@ -105,7 +105,7 @@ def test_peers_are_shown_once_there_are_some() -> None:
 
 
 def test_words_where_there_is_no_tier() -> None:
-    assert kv.draw([], []) == list(kv.NOBODY)
+    assert kv.draw([], []) == list(kv.NO_STORE)
     off = store(VirtualKv(Arena(0)))
     assert kv.draw([off], []) == [f"kv_offload.k  ready  {kv.OFF}"]
     assert kv.draw([{**off, "not_shared": True}], []) == [f"kv_offload.k  ready  {kv.NOT_SHARED}"]
@@ -116,7 +116,7 @@ def test_words_where_there_is_no_tier() -> None:
     ]
 
 
-def test_what_the_scheduler_made_of_it() -> None:
+def test_kv_command_prints_the_schedulers_use_of_a_tier() -> None:
     link = {"up_bytes_per_s": 8.1e9, "up_moved_bytes": 2e9, "up_pending": 1, "host": "h"}
     link |= {"down_bytes_per_s": 0, "down_moved_bytes": 0, "down_pending": 0}
     answer = {"id": "s", "state": "ready", **scheduler_status.status(State(Limits()))}
@@ -178,6 +178,6 @@ def test_sizes(count: float, text: str) -> None:
 
 
 def test_a_password_is_not_shown() -> None:
-    told = build(Settings(l1="off", l2="redis://user:secret@h:6380/0")).status()
-    assert told["l2_url"] == "redis://h:6380/0"
+    tier_status = build(Settings(l1="off", l2="redis://user:secret@h:6380/0")).status()
+    assert tier_status["l2_url"] == "redis://h:6380/0"
     assert build(Settings(l1="off")).status()["l2_url"] == ""

@@ -31,7 +31,7 @@ async def test_a_scheduler_answers_with_the_states(fleet: Fleet) -> None:
     assert await model._ask_hosts(fleet.outside, "m", "load") == []
 
 
-async def test_what_each_host_does_is_said_with_the_model_and_the_host(
+async def test_action_of_each_host_is_printed_with_the_model_and_the_host(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = [{"host": "vm", "state": state} for state in ("loaded", "changing", "unloaded")]

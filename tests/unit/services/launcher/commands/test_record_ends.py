@@ -26,8 +26,8 @@ from shared.errors import SetupError, Unavailable
 from shared.nats.interface import Bus
 
 
-async def test_a_neighbour_that_speaks_after_the_end_is_no_fault(tmp_path: Path) -> None:
-    """Services stop together: a scheduler that has closed its log still hears the others drain."""
+async def test_message_of_a_neighbour_after_the_end_is_no_fault(tmp_path: Path) -> None:
+    """Services stop together: a scheduler that has closed its log still receives the others' drain."""
     async with watched_fleet() as fleet:
         actor = SchedulerActor(Limits(), "m", str(tmp_path / "events.log"))
         await fleet.started(actor, "s")
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_a_log_and_not_its_scheduler(
         assert report.difference is None
 
 
-def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
+def test_record_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     """It holds every prompt."""
     before = os.umask(0)
     try:
@@ -130,5 +130,5 @@ async def test_a_recording_that_never_began_leaves_no_file(
     monkeypatch.setattr(recording, "connected", connected)
     out = tmp_path / "events.log"
     with pytest.raises(Unavailable, match="--event-log nats"):
-        await recording.record(Target("nats://none", "m"), out, "nobody", 0)
+        await recording.record(Target("nats://none", "m"), out, "absent", 0)
     assert not out.exists()

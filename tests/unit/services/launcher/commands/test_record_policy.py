@@ -1,4 +1,4 @@
-"""`headrace policy set`: each scheduler is asked by its name, and tells what was and what is."""
+"""`headrace policy set`: each scheduler gets it by its name, and answers with the old and the new."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield made
 
 
-async def test_all_schedulers_change_and_tell(
+async def test_policy_change_reaches_all_schedulers(
     fleet: Fleet, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     actors = [SchedulerActor(Limits(), "m", str(tmp_path / "events.log")), SchedulerActor(Limits(), "m")]
@@ -57,7 +57,7 @@ async def test_all_schedulers_change_and_tell(
     assert rerun_file(tmp_path / "events.log").difference is None
 
 
-async def test_a_wrong_name_changes_nothing_and_says_why(
+async def test_wrong_policy_name_changes_nothing_and_is_an_error_with_the_reason(
     fleet: Fleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     actor = SchedulerActor(Limits(), "m")
@@ -77,7 +77,7 @@ async def test_a_scheduler_that_is_gone_is_named(fleet: Fleet, capsys: pytest.Ca
     assert "scheduler s2, model m: no answer" in capsys.readouterr().out
 
 
-async def test_a_fleet_without_such_a_scheduler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fleet_without_such_a_scheduler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def services(target: Target, fleet: str) -> list[Facts]:
         return [{"kind": "executor", "model": "x"}, {"kind": "scheduler", "id": "s1", "model": "m"}]
 

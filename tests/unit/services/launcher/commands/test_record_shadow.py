@@ -80,7 +80,7 @@ async def followed(log: bytes, reports: int, holes: int = 0) -> tuple[Publisher,
     return publisher, made
 
 
-async def test_both_columns_are_printed_while_the_log_comes_and_at_the_end(
+async def test_both_columns_are_printed_while_the_log_arrives_and_at_the_end(
     recorded: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same lines as `headrace replay --policy` prints of a file."""
@@ -102,7 +102,7 @@ async def test_a_lost_piece_begins_the_comparison_again(
     assert made[1] == made[0] != []
 
 
-async def test_a_scheduler_that_has_ended_is_told() -> None:
+async def test_ended_scheduler_is_reported() -> None:
     with pytest.raises(Unavailable, match="no scheduler s publishes an event log"):
         await follow(MemoryBroker().connect(), "s", 0, shadow(OTHER))
 
@@ -127,7 +127,7 @@ def test_two_stretches_are_kept() -> None:
     assert kept.data == b"cdef"
 
 
-def test_nothing_to_compare_is_no_error() -> None:
+def test_empty_comparison_is_no_error() -> None:
     assert shadow(OTHER)(b"") == [
         "nothing to compare yet: the log has no snapshot or no request after it: record while some are served"
     ]

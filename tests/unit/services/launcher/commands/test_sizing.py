@@ -69,15 +69,15 @@ def test_executors_share_the_users_and_each_has_the_weights() -> None:
     ]
 
 
-def test_on_a_gpu_the_memory_of_the_host_is_not_compared(
+def test_memory_of_the_host_is_not_compared_on_a_gpu(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_DEVICE", "cuda")
     monkeypatch.setattr("services.launcher.commands.sizing.available_bytes", lambda: 0)
     assert main(["doctor", "--model", str(model), "--users", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "in bf16" in said
-    assert said.endswith("weights and KV on GPUs\n")
+    output = capsys.readouterr().out
+    assert "in bf16" in output
+    assert output.endswith("weights and KV on GPUs\n")
 
 
 def test_the_command_prints_it_and_fails_without_the_memory(

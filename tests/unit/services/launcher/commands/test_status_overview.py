@@ -121,7 +121,7 @@ def test_figures_before_the_first_second_and_without_an_engine() -> None:
     ]  # fmt: skip
 
 
-def test_the_kv_cache_has_its_size_and_an_l1_that_nothing_shares_is_told() -> None:
+def test_overview_has_the_size_of_the_kv_cache_and_warns_of_an_unshared_l1() -> None:
     large = answer("executor", kv_bytes=3_221_000_000)
     alone = answer(
         "kv_offload", tiers={"l1": {"capacity_bytes": 0}, "l2": {"breaker": "none"}}, not_shared=True
@@ -341,7 +341,7 @@ def test_a_removed_stream_is_a_problem() -> None:
     )
 
 
-def test_a_receiver_whose_events_were_dropped_is_a_problem_of_the_keeper() -> None:
+def test_receiver_whose_events_were_dropped_is_a_problem_of_the_keeper() -> None:
     dropped = {"https://a.example": 1_200}
     keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "webhooks_dropped": dropped}
     assert list(status.problems(Fleet("f", "nats://h", [keeper]))) == [

@@ -68,7 +68,7 @@ def test_the_waterfall() -> None:
     ]
 
 
-def test_a_failed_request_says_why() -> None:
+def test_failed_request_shows_the_reason() -> None:
     body = {**BODY, "spans": [{**BODY["spans"][0], "error": "too late"}]}
     assert draw_trace(body, 80)[3] == "  too late"
 
@@ -131,7 +131,9 @@ def client() -> MemoryBus:
 
 
 @pytest.mark.parametrize("order", [[UNKNOWN, BODY], [BODY, UNKNOWN]])
-async def test_the_scheduler_that_knows_wins(client: MemoryBus, order: list[dict[str, Any]]) -> None:
+async def test_answer_of_a_scheduler_with_the_trace_wins(
+    client: MemoryBus, order: list[dict[str, Any]]
+) -> None:
     asked = [await scheduler(client._broker, body) for body in order]
     assert await find(client, "r", steps=True) == BODY
     assert asked == [[b"steps"], [b"steps"]]
@@ -139,13 +141,13 @@ async def test_the_scheduler_that_knows_wins(client: MemoryBus, order: list[dict
     assert asked[0][-1] == b""
 
 
-async def test_nobody_knows(client: MemoryBus) -> None:
+async def test_unknown_request_is_an_error(client: MemoryBus) -> None:
     await scheduler(client._broker, UNKNOWN)
     with pytest.raises(UnknownRequest, match="no request 'r' is running or among the last 1000"):
         await find(client, "r", wait_s=0.05)
 
 
-async def test_nobody_is_there_or_answers(client: MemoryBus) -> None:
+async def test_absent_or_silent_fleet_is_an_error(client: MemoryBus) -> None:
     with pytest.raises(Unavailable, match="start one with `headrace up`"):
         await find(client, "r")
     await client._broker.connect().subscribe(subjects.TRACE_ALL, lambda _: None)
@@ -154,6 +156,6 @@ async def test_nobody_is_there_or_answers(client: MemoryBus) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129])
-async def test_what_is_no_id(client: MemoryBus, request_id: str) -> None:
+async def test_invalid_id_is_refused(client: MemoryBus, request_id: str) -> None:
     with pytest.raises(BadRequest, match="1 to 128 characters"):
         await find(client, request_id)

@@ -49,7 +49,7 @@ def test_two_halves_are_drawn_as_they_ran() -> None:
     assert lines[0] == "r  steps 4 to 6 of executor e1, two_batch, 40.00 ms"
 
 
-def test_what_is_hidden_is_the_common_time() -> None:
+def test_hidden_time_is_the_common_time() -> None:
     found = overlap(body(step(4, 3), step(5, 12), step(6, 21)))
     # device: 3-30 without a gap, 38-39, and sample of 5 at 29-30; host: 12-20, 21-29, 30-38
     assert found["device_busy_us"] == 28 * MS
@@ -72,7 +72,7 @@ def test_pieces_that_meet_have_a_sign_of_their_own() -> None:
     assert transport == "transport  " + "▸" * 10 + " " * 18 + "◆"
 
 
-def test_the_steps_are_those_in_the_middle_of_the_request() -> None:
+def test_drawn_steps_are_from_the_middle_of_the_request() -> None:
     steps = [step(i, 10 * i) for i in range(1, 101)]
     shown = {p["step"] for p in overlap(body(*steps, start_us=0, end_us=1_000 * MS))["segments"]}
     assert shown == set(range(46, 54))
@@ -99,14 +99,14 @@ def test_the_executor_with_most_steps_is_shown() -> None:
     assert overlap(asked)["executor"] == "e2"
 
 
-def test_without_steps_there_is_nothing_to_draw() -> None:
+def test_overlap_draws_nothing_without_steps() -> None:
     with pytest.raises(UnknownRequest, match="trace it sooner"):
         overlap(body())
 
 
-def test_the_halves_of_a_step_talk_under_each_other() -> None:
-    """One column 100 us: A computes 1 ms, then B, then A again from when its talk has ended; the last talk is
-    under nothing."""
+def test_halves_of_a_step_communicate_under_each_other() -> None:
+    """One column 100 us: A computes 1 ms, then B, then A again from when its collective has ended; the last
+    one is under nothing."""
     pieces = (0, 0, 1_000, 2, 1_000, 800, 1, 1_000, 1_000, 0, 2_000, 1_000, 3, 2_000, 700, 2, 3_000, 1_000)
     found = overlap(
         body(step(4, 3), step(5, 12, tokens=4_096, segments=pieces), step(6, 60, segments=pieces))

@@ -50,7 +50,7 @@ def finished(world: World) -> World:
     return world
 
 
-def test_they_stay_for_a_while_and_then_move() -> None:
+def test_sequences_stay_for_a_while_and_then_move() -> None:
     world = drained()
     steps(world, 4)
     assert (running(world, "e1"), running(world, "e2")) == (6, 0)
@@ -59,7 +59,7 @@ def test_they_stay_for_a_while_and_then_move() -> None:
     assert finished(world).scheduler.state.counters.moves == 6
 
 
-def test_they_find_their_blocks_below() -> None:
+def test_moved_sequences_find_their_blocks_in_the_tier() -> None:
     world = drained(FakeTier(capacity=200))
     world.tick(AFTER_US)
     assert running(world, "e1") > 0, "they run while their blocks are copied"
@@ -99,7 +99,7 @@ def test_a_prompt_is_computed_to_its_end_first() -> None:
     finished(world)
 
 
-def test_without_another_executor_they_stay() -> None:
+def test_sequences_stay_without_another_executor() -> None:
     world = World(Limits(move_after_us=0))
     world.add_engine("e1")
     world.ask("a", [5] * 9, 20)
@@ -108,7 +108,7 @@ def test_without_another_executor_they_stay() -> None:
     assert finished(world).scheduler.state.counters.moves == 0
 
 
-def test_they_move_as_room_comes() -> None:
+def test_sequences_move_as_room_comes() -> None:
     """The other executor has two slots, one of them taken."""
     world = World(Limits(move_after_us=0))
     world.add_engine("e1", slots=4, blocks=64)
@@ -124,7 +124,7 @@ def test_they_move_as_room_comes() -> None:
     assert finished(world).scheduler.state.counters.moves > 1
 
 
-def test_what_has_no_token_from_here_does_not_move_on() -> None:
+def test_sequence_without_a_token_from_here_does_not_move_on() -> None:
     """Both drain in turn: each move follows a token, so nothing moves for ever."""
     world = World(Limits(move_after_us=0))
     world.add_engine("e1", slots=4, blocks=64)
@@ -165,7 +165,7 @@ def test_a_sequence_that_admission_takes_off_meanwhile_is_left_alone(monkeypatch
     finished(world)
 
 
-def test_what_is_loaded_in_parts_is_no_backlog_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_in_parts_is_no_backlog_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing would follow a long sequence to its new executor before the last part is there."""
     for module in (load, lookups):
         monkeypatch.setattr(module, "MAX_KEYS", 4)

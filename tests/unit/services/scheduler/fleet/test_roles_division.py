@@ -100,7 +100,7 @@ def test_one_that_joins_gets_its_nth_of_the_executors_and_no_other_moves(
     assert fleet.moves <= -(-executors // schedulers)
 
 
-def test_with_one_executor_the_second_scheduler_stands_by() -> None:
+def test_second_scheduler_stands_by_with_one_executor() -> None:
     fleet = Fleet(["s0", "s1"], {"e0": "s1"})
     assert [fleet.turn(me) for me in ("s0", "s1")] == [None, None]
 
@@ -127,7 +127,7 @@ def test_a_long_answer_does_not_hold_the_executor() -> None:
     assert fleet.turn("s0") == Give("e1", "s1")
 
 
-def test_it_stays_if_the_other_scheduler_has_gone_meanwhile() -> None:
+def test_executor_stays_if_the_other_scheduler_has_gone_meanwhile() -> None:
     """The executor drains, and must get sequences again."""
     fleet = Fleet(["s0", "s1"], {"e0": "s0", "e1": "s0"})
     fleet.running.update({"e0": 5, "e1": 2})

@@ -42,7 +42,7 @@ def test_a_request_wakes_its_model_and_gets_the_same_tokens() -> None:
     assert states(world) == {"e1": "waking"}
     world.ask("third", PROMPT, 8)
     world.run()
-    assert world.naps == ["sleep e1", "wake e1"], "it is told once"
+    assert world.naps == ["sleep e1", "wake e1"], "it gets the command once"
     for request in ("before", "after", "third"):
         world.assert_answers(request)
     assert world.readers_of("after")[0].tokens == world.readers_of("before")[0].tokens
@@ -111,7 +111,7 @@ def test_memory_that_others_share_is_given_up_in_time(tier: bool) -> None:
     assert 0 < len(world.readers_of("runs")[0].tokens) < 30
     world.ask("waits", PROMPT, 8)
     world.tick(1_000_000)
-    assert world.naps == ["sleep e1"], "the launcher decides who wakes"
+    assert world.naps == ["sleep e1"], "the launcher decides which one wakes"
     world.handle(SleepSet(False, ("e1",)))
     world.run()
     world.assert_answers("runs")
@@ -169,7 +169,7 @@ def test_heartbeats_of_a_sleeper_reset_nothing() -> None:
     assert (world.resets, states(world)) == ([], {"e1": "asleep"})
 
 
-def test_its_kind_keeps_its_place() -> None:
+def test_kind_of_a_sleeping_model_keeps_its_place() -> None:
     world = World()
     world.add_engine(digest="one")
     world.handle(SleepSet(True))

@@ -1,4 +1,4 @@
-"""What the scheduler makes of what executors say about arenas and copies: whom it asks, what is over."""
+"""The scheduler's use of executors' reports about arenas and copies: which tier it uses, what is over."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(world: World, request: str, *prompt: int) -> None:
     world.assert_answers(request)
 
 
-def test_no_tier_is_asked_for_before_the_executor_maps_its_arena() -> None:
+def test_tier_is_not_used_before_the_executor_maps_its_arena() -> None:
     world = fresh()
     world.engines["e1"].arena = None
     maps(world, 0)
@@ -46,7 +46,7 @@ def test_no_tier_is_asked_for_before_the_executor_maps_its_arena() -> None:
     assert world.scheduler.state.counters.tier_backoffs == 0
 
 
-def test_after_a_restart_of_the_tier_the_old_arena_is_waited_out() -> None:
+def test_old_arena_is_waited_out_after_a_restart_of_the_tier() -> None:
     world = fresh()
     maps(world, world.tier.arena.generation)
     serve(world, "first")
@@ -61,7 +61,7 @@ def test_after_a_restart_of_the_tier_the_old_arena_is_waited_out() -> None:
     assert world.scheduler.state.counters.tier_backoffs == 0
 
 
-def test_one_that_does_not_say_what_it_maps_is_tried() -> None:
+def test_executor_that_does_not_report_its_arena_is_tried() -> None:
     world = fresh()
     maps(world, 0)
     world.handle(PeerLost("executor", "e1"))
@@ -76,7 +76,7 @@ def owner(world: World) -> str:
     return "" if tier is None else tier.actor
 
 
-def test_a_tier_whose_clock_went_back_serves_when_the_one_before_is_missed() -> None:
+def test_tier_whose_clock_went_back_serves_when_the_one_before_is_missed() -> None:
     """Its first beat comes before that, and no later one is news."""
     world = fresh()
     epoch = world.tier.arena.generation
@@ -89,7 +89,7 @@ def test_a_tier_whose_clock_went_back_serves_when_the_one_before_is_missed() -> 
     assert (owner(world), world.scheduler.state.tiers.standby) == ("", {})
 
 
-def test_of_several_on_a_host_the_latest_that_lives_serves() -> None:
+def test_latest_living_tier_of_several_on_a_host_serves() -> None:
     world = fresh()
     epoch = world.tier.arena.generation
     for at, name in ((1, "k2"), (3, "k4"), (2, "k3")):
@@ -108,7 +108,7 @@ def test_an_arena_that_is_released_is_reported_to_its_owner_alone() -> None:
     for source, executor, of in (
         ("executor.e1", "e1", generation),
         ("executor.e1", "e1", generation + 1),  # of a kv_offload that is gone
-        ("executor.e2", "e1", generation),  # speaks for another
+        ("executor.e2", "e1", generation),  # reports for another
     ):
         world.handle(Arrived(source, ArenaReleased(executor=executor, arena_generation=of)))
     assert world.tier.counts == {"ArenaReleased": 1}

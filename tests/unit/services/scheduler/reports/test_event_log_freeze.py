@@ -61,7 +61,7 @@ def test_any_value_comes_back(value: Any) -> None:
         assert made.maxlen == 7
 
 
-def test_what_was_shared_stays_shared_and_cycles_close() -> None:
+def test_shared_parts_stay_shared_and_cycles_close() -> None:
     ring: list[Any] = [1]
     ring.append(ring)
     twice = {"a": ring, "b": ring}
@@ -119,7 +119,7 @@ class Holder:
 @pytest.mark.parametrize(
     "value", [Foreign(), Holder(), object(), 1j, lambda: 0, [Foreign], {Phase.WAITING, 1}]
 )
-def test_what_has_no_frozen_form_is_refused(value: Any) -> None:
+def test_object_without_a_frozen_form_is_refused(value: Any) -> None:
     with pytest.raises(FreezeError):
         freeze([value])
 
@@ -151,7 +151,7 @@ def classes(*named: list[Any]) -> bytes:
         (msgpack.packb([[], [[99]]]), "kind 99"),
     ],
 )
-def test_what_is_no_snapshot_is_refused(data: bytes, why: str) -> None:
+def test_damaged_snapshot_is_refused(data: bytes, why: str) -> None:
     with pytest.raises(FreezeError, match=why):
         restore(data)
 
@@ -190,7 +190,7 @@ def test_a_restored_scheduler_goes_on_as_the_other() -> None:
     world.assert_idle()
 
 
-def test_what_decides_changes_the_hash_and_what_tells_does_not() -> None:
+def test_hash_changes_with_what_decides_and_not_with_reports() -> None:
     state = busy().scheduler.state
     before = state_hash(state)
     state.step_log.ring.clear()

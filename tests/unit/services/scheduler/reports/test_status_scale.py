@@ -41,7 +41,7 @@ def terms(made: World) -> status.Terms:
     return status.executors_wanted(made.scheduler.state)
 
 
-def test_nothing_is_wanted_without_a_request() -> None:
+def test_no_executor_is_wanted_without_a_request() -> None:
     assert terms(World()) == terms(world(2)) == NOTHING
     made = world()
     ask(made, 3)
@@ -98,7 +98,7 @@ def test_rows_by_the_time_between_tokens_of_their_class(slo_class: str, rows: in
     assert terms(made)["rows"] == wanted
 
 
-def test_where_one_row_is_too_slow_more_executors_would_not_help() -> None:
+def test_more_executors_are_not_wanted_where_one_row_is_too_slow() -> None:
     made = world(model=StepModel(weights_us=60_000, token_ns=0))
     ask(made, 8, slo_class="interactive")
     assert terms(made)["rows"] == 1

@@ -57,7 +57,7 @@ def assert_steady(made: ElasticWorld) -> None:
     assert [n for _, n, _ in made.history][-1] == 0
 
 
-def test_from_none_to_many_and_back_to_none() -> None:
+def test_replicas_go_from_none_to_many_and_back_to_none() -> None:
     rng = random.Random(1)
     made = world([rng.uniform(0, 60) for _ in range(150)], 1_500)
     assert_steady(made)

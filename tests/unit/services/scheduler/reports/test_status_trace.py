@@ -38,13 +38,13 @@ def spans_sent(steps: StepLog) -> list[tuple[int, int]]:
     return [(s.record.step, len(s.links)) for s in steps.unsent]
 
 
-def test_the_first_step_of_a_second_and_those_with_chunks_become_spans() -> None:
+def test_first_step_of_a_second_and_steps_with_chunks_become_spans() -> None:
     steps, one, two = StepLog(), Asked(1), Asked(2)
     steps.add(record(1, 10), 9, [], iter([one]))  # the first of all
     steps.add(record(2, 1_010), 9, [], iter([one]))  # decodes alone
     steps.add(record(3, 95_000), 9, [two], iter([one]))  # a chunk, but less than 100 ms after a span
     steps.add(record(4, 100_010), 9, [two], iter([one]))
-    steps.add(record(5, 250_000), 9, [Asked(3, traced=False)], iter([one]))  # a chunk of nobody's trace
+    steps.add(record(5, 250_000), 9, [Asked(3, traced=False)], iter([one]))  # a chunk without a trace
     steps.add(record(6, 1_000_010), 9, [], iter([one, two, one]))  # a second later
     assert spans_sent(steps) == [(1, 1), (4, 2), (6, 2)]
     assert steps.unsent[1].links == (trace(2), trace(1))

@@ -19,7 +19,7 @@ def take(pool: BlockPool, blocks: int) -> list[int]:
     return pool.allocate(blocks)
 
 
-def test_blocks_are_reused_only_behind_their_last_step() -> None:
+def test_blocks_are_reused_only_after_their_last_step() -> None:
     pool = pool_of(4)
     blocks, slot = take(pool, 3), pool.take_slot()
     assert (sorted(blocks), slot) == ([0, 1, 2], 0)
@@ -118,7 +118,7 @@ def test_empty_blocks_go_first_then_the_oldest_release_tail_first() -> None:
     assert pool.match(keys_of("abc")) == []
 
 
-def test_a_fenced_block_can_be_revived_and_goes_back_behind_its_latest_step() -> None:
+def test_fenced_block_can_be_revived_and_goes_back_after_its_latest_step() -> None:
     pool = pool_of(4)
     table = serve(pool, "abc", last_step=5)
     assert (pool.fenced_blocks, pool.cached_blocks, pool.free_taken_by(table)) == (3, 0, 0)
@@ -136,7 +136,7 @@ def test_a_fenced_block_can_be_revived_and_goes_back_behind_its_latest_step() ->
 
 @pytest.mark.parametrize("last_step", [0, 5])
 def test_a_later_holder_without_a_later_step_does_not_lift_the_fence(last_step: int) -> None:
-    """One step names a block, one who came for its prefix was never planned: the step still counts."""
+    """One step names a block, one that came for its prefix was never planned: the step still counts."""
     pool = pool_of(2)
     table = serve(pool, "ab", last_step=5)
     pool.adopt(table)
@@ -201,7 +201,7 @@ def test_an_empty_block_cannot_be_adopted() -> None:
         pool_of(2).adopt([1])
 
 
-def test_after_a_failed_step_no_key_is_valid() -> None:
+def test_no_key_is_valid_after_a_failed_step() -> None:
     pool = pool_of(6)
     serve(pool, "ab")
     fenced = serve(pool, "xy", last_step=3)
@@ -243,7 +243,7 @@ def test_a_tier_copies_what_the_pool_gives_out_next() -> None:
     assert list(pool.lost) == [b"a"]  # the tier has ab
 
 
-def test_what_a_tier_has_lost_is_dirty_again_unless_it_is_reserved() -> None:
+def test_block_lost_by_a_tier_is_dirty_again_unless_it_is_reserved() -> None:
     pool = pool_of(3)
     pool.set_tier(True)
     for block, key in zip(serve(pool, "abc"), keys_of("abc"), strict=True):
@@ -258,7 +258,7 @@ def test_what_a_tier_has_lost_is_dirty_again_unless_it_is_reserved() -> None:
     assert states(pool) == {"cached": 3}
 
 
-def test_a_stable_block_is_copied_behind_its_fence() -> None:
+def test_stable_block_is_copied_after_its_fence() -> None:
     pool = pool_of(3)
     pool.set_tier(True)
     table = serve(pool, "abc", last_step=2)

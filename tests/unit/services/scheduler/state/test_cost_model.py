@@ -81,14 +81,14 @@ def test_chunks_longer_than_any_before_are_predicted_about_right(preset: str, lo
 def test_a_larger_step_never_costs_less(seed: int) -> None:
     costs, rng = CostModel(), random.Random(seed)
     for shape in shapes(seed, 200, "h200-8b"):
-        costs.observe(shape, rng.randrange(100, 100_000))  # whatever it has seen
+        costs.observe(shape, rng.randrange(100, 100_000))  # after any history
     for shape in shapes(seed + 100, 50, "h200-8b"):
         times = [costs.predict_us(shape.with_chunk(64, count)) for count in range(1, 1_024, 7)]
         assert times == sorted(times)
         assert costs.predict_us(shape) <= times[0]
 
 
-def test_nothing_known() -> None:
+def test_cost_model_predicts_zero_before_the_first_step() -> None:
     costs = CostModel()
     assert (costs.seen, costs.predict_us(EMPTY.with_chunk(0, 512))) == (0, 0)
     assert (costs.loop_us, costs.host_us(8), costs.error_pm) == (0, 0, 0)
@@ -142,7 +142,7 @@ def test_the_chunk_is_the_largest_that_fits(bound_us: int, start: int, most: int
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_after_single_requests_the_prompts_of_many_are_predicted(seed: int) -> None:
+def test_prompts_of_many_are_predicted_after_single_requests(seed: int) -> None:
     """Single requests do not show what a row costs, and all their chunks are of one size. And the decodes of
     many, which take longer than they show, are no sign of a slower machine."""
     model = StepModel(

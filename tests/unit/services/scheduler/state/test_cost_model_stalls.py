@@ -1,4 +1,4 @@
-"""Stalls, hiccups, slow phases and steps of one size leave no false prediction behind: against virtual
+"""Stalls, hiccups, slow phases and steps of one size leave no false prediction: against virtual
 machines, whose times are known by formula."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_ten_steps_after_any_trouble_predictions_are_right(
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_start_full_of_stalls_is_outgrown(preset: str) -> None:
-    """Whatever is done once, such as compiling, makes the first step of many kinds slow."""
+    """All work that is done once, such as compiling, makes the first step of many kinds slow."""
     served = Served(preset, 1)
     for _ in range(100):
         served.step(served.rng.choice([1.0, 1.0, 1.0, 300.0]))

@@ -20,6 +20,7 @@ from services.scheduler.reports import status
 from services.scheduler.state.counters import Counters, Histogram
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.state import Limits
+from shared.telemetry.counters import SchedulerCounter, lately
 from shared.telemetry.export import meter_sink_from_env
 from shared.telemetry.readings import HistogramPoint, MetricPoint
 
@@ -111,7 +112,7 @@ def test_tokens_are_counted_as_they_are() -> None:
     found = {(r.name, r.attributes): r.value for r in readings if isinstance(r, MetricPoint)}
     assert found["headrace.scheduler.generated_tokens", ()] == 30
     assert found["headrace.scheduler.running", (("executor", "e1"),)] == 0
-    (ttft,) = [r for r in readings if r.name == status.TTFT]
+    (ttft,) = [r for r in readings if r.name == SchedulerCounter.TTFT.metric]
     assert isinstance(ttft, HistogramPoint)
     assert (sum(ttft.counts), ttft.unit, ttft.bounds[0]) == (5, "s", 0.001)
 
@@ -127,13 +128,13 @@ def test_status_shows_what_was_measured() -> None:
     took_us = sorted(step.forward_us + step.sample_us for step in state.step_log.ring)
     middle = took_us[len(took_us) // 2] + took_us[(len(took_us) - 1) // 2]
     assert facts["executors.e1.step_p50_ms"] == str(int(middle / 2) / 1000)
-    assert status.counts(state) | {"prefilled": 0, "prefix_lookups": 0} == {
+    assert lately(status.counted(state)) | {"prefilled": 0, "prefix_lookups": 0} == {
         "waiting": 0, "refused_429": 0, "refused_503": 0, "prefilled": 0, "generated": 30,
         "prefix_lookups": 0, "prefix_hits": 0, "preemptions": 0,
     }  # fmt: skip
 
 
-def test_what_moves_between_tiers_is_counted() -> None:
+def test_blocks_that_move_between_tiers_are_counted() -> None:
     world = World(Limits(policy=Policy(tier="loadtest.policies:swap")))
     world.add_engine(blocks=12, slots=6)
     world.add_tier(FakeTier(capacity=64))
@@ -168,7 +169,7 @@ def test_what_moves_between_tiers_is_counted() -> None:
     tiers = shown["tiers"]
     assert isinstance(tiers, dict)
     assert tiers["e1"]["up_bytes_per_s"] == executor.up.bytes_per_second
-    measured = status.measured(state)["tiers"]
+    measured = shown["measured"]["tiers"]
     assert (measured["loads"], measured["lookups_open"], measured["jobs_open"]) == (meter.loads, 0, 0)
 
 
@@ -196,7 +197,7 @@ def receiver() -> Iterator[Receiver]:
         {ENDPOINT: "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/json"},
     ],
 )
-def test_metrics_are_off_unless_asked_for(env: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def test_metrics_are_off_unless_requested(env: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         env.setenv(name, value)
     assert meter_sink_from_env("scheduler", "s") is None
@@ -227,9 +228,7 @@ def test_a_collector_gets_counters_gauges_and_histograms(env: pytest.MonkeyPatch
     assert not point.HasField("min")
 
 
-def test_a_collector_that_is_away_is_told_once(
-    env: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_absent_collector_is_reported_once(env: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     env.setenv(ENDPOINT, "http://127.0.0.1:9")
     env.setenv("OTEL_METRIC_EXPORT_INTERVAL", "3600000")
     env.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")

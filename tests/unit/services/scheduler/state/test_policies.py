@@ -1,4 +1,4 @@
-"""Policies by name: what is found, what a wrong name says, and what the small ones decide."""
+"""Policies by name: what is found, the error of a wrong name, and what the small ones decide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_name_is_a_function() -> None:
     assert len(found) == sum(len(names) for names, _ in KINDS.values())
 
 
-def test_what_is_not_named_stays() -> None:
+def test_unnamed_policy_stays() -> None:
     assert (
         str(parse(""))
         == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered,"
@@ -42,7 +42,7 @@ def test_a_policy_of_ones_own() -> None:
     assert policy.function("reservation") is policies.reserve
 
 
-def test_traits_are_those_of_the_functions() -> None:
+def test_traits_equal_the_functions_traits() -> None:
     traits = ("fair", "closed", "greedy", "looks_ahead", "no_tiers", "forgets", "leaves", "ahead")
     assert {name for name in traits if getattr(Policy(), name)} == {"fair", "ahead"}
     assert parse("reservation=foreseen").looks_ahead
@@ -81,7 +81,7 @@ def test_kinds_that_have_new_names_are_accepted_with_a_warning(caplog: pytest.Lo
         ),
     ],
 )
-def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:
+def test_wrong_policy_is_an_error_that_names_the_flaw(text: str, why: str) -> None:
     with pytest.raises(SetupError, match=why):
         parse(text)
 
@@ -97,7 +97,9 @@ def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:
         (policies.decode_first, BatchingView(0, 2, 0), StepShare(True, "whole")),
     ],
 )
-def test_what_a_step_is_made_of(fill: object, view: BatchingView, share: StepShare) -> None:
+def test_batching_policy_gives_the_share_of_a_step(
+    fill: object, view: BatchingView, share: StepShare
+) -> None:
     assert fill(view) == share  # type: ignore[operator]  # one of the functions above
 
 
@@ -121,7 +123,7 @@ def test_promises() -> None:
         (False, False, 249, 10_000, "keep"),
     ],
 )
-def test_what_becomes_of_a_block(
+def test_tier_policy_decides_about_a_block(
     paused: bool, pressed: bool, chance_pm: int, recompute_us: int, what: str
 ) -> None:
     view = policies.OffloadView(paused, pressed, True, chance_pm, 100, recompute_us)

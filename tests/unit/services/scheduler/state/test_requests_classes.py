@@ -1,4 +1,4 @@
-"""Service classes: how they are written, and what a wrong setting says."""
+"""Service classes: how they are written, and the error of a wrong setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_the_defaults_have_every_class_in_order() -> None:
     assert parse("")[1] == SloClass("standard", 60_000_000, 100_000, 20_000_000)
 
 
-def test_what_is_not_named_keeps_its_default() -> None:
+def test_unnamed_class_field_keeps_its_default() -> None:
     interactive, standard, batch = parse(" standard=5/6/7 ,")
     assert standard == SloClass("standard", 5_000, 6_000, 7_000)
     assert (interactive, batch) == (parse("")[0], parse("")[2])
@@ -30,7 +30,7 @@ def test_what_is_not_named_keeps_its_default() -> None:
         ("batch=1/2/3,batch=4/5/6", "second time"),
     ],
 )
-def test_a_wrong_setting_says_what_is_wrong(text: str, why: str) -> None:
+def test_wrong_class_setting_is_an_error_that_names_the_flaw(text: str, why: str) -> None:
     with pytest.raises(SetupError, match=why):
         parse(text)
 

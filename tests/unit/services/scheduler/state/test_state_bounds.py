@@ -1,4 +1,4 @@
-"""What is over leaves nothing behind that grows: deadlines, deaths, the marks of those that waited."""
+"""What is over leaves nothing that grows: deadlines, deaths, the marks of those that waited."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_deaths_of_detokenizers_are_not_remembered_for_ever(monkeypatch: pytest.
     assert [len(seqs) for _, seqs in kept.values()] == [1, 1], "and those that had nothing not at all"
 
 
-def test_the_marks_of_those_that_waited_go_with_them() -> None:
+def test_marks_of_waiting_groups_go_with_them() -> None:
     world = World(Limits(classes=requests.parse("standard=0/100/20000")))
     world.add_engine(slots=1)
     world.ask("runs", [5, 6], 40)

@@ -33,7 +33,7 @@ def test_the_way_of_the_messages_is_a_moving_average() -> None:
         assert link.trip_us == want
 
 
-def test_short_copies_do_not_tell_the_rate() -> None:
+def test_short_copies_do_not_change_the_rate() -> None:
     link = TransferLink()
     link.observe(4 * MIB, 400, now_us=10)
     assert link.is_fresh(20)

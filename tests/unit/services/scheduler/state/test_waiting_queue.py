@@ -109,12 +109,12 @@ class Plain:
 
 
 def compare(waiting: WaitingQueue, plain: Plain) -> None:
-    everyone = [group for group, _, _ in plain.units] + plain.parked
-    assert {group.number for group in waiting} == {group.number for group in everyone}
-    assert len(waiting) == len(everyone)
-    assert waiting.queued_tokens == sum(len(s.tokens) for group in everyone for s in group.sequences)
+    all_groups = [group for group, _, _ in plain.units] + plain.parked
+    assert {group.number for group in waiting} == {group.number for group in all_groups}
+    assert len(waiting) == len(all_groups)
+    assert waiting.queued_tokens == sum(len(s.tokens) for group in all_groups for s in group.sequences)
     held: dict[str, list[int]] = {}
-    for group in everyone:
+    for group in all_groups:
         groups, tokens = held.setdefault(group.client[0], [0, 0])
         held[group.client[0]] = [groups + 1, tokens + sum(len(s.tokens) for s in group.sequences)]
     assert {tenant: [h.groups, h.tokens] for tenant, h in waiting.tenants.items()} == held
@@ -122,7 +122,7 @@ def compare(waiting: WaitingQueue, plain: Plain) -> None:
         assert waiting.first(model) is plain.first(model)
         for running in (set(), {"a"}, {"a", "b"}, set("abcd")):
             assert waiting.first(model, running) is plain.first(model, running)
-        for client in (("a", 0), ("b", 1), ("c", 2), ("nobody", 1)):
+        for client in (("a", 0), ("b", 1), ("c", 2), ("unseen", 1)):
             assert waiting.ahead(model, client) == plain.ahead(model, client)
 
 
@@ -138,8 +138,8 @@ def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
         waiting.promote_aged(now_us)
         plain.age(now_us)
         what = dice.random()
-        everyone = [group for group, _, _ in plain.units] + plain.parked
-        if what < 0.45 or not everyone:
+        all_groups = [group for group, _, _ in plain.units] + plain.parked
+        if what < 0.45 or not all_groups:
             resumes = dice.random() < 0.15
             group = make_unit(
                 number, dice.choice("abcd"), dice.randrange(3), now_us, tokens=dice.randint(1, 9),
@@ -155,7 +155,7 @@ def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
                 plain.remove(first)
                 waiting.served.charge_input(first.client, dice.randint(0, 50))
         elif what < 0.78:
-            group = dice.choice(everyone)
+            group = dice.choice(all_groups)
             if len(group.sequences) > 1 and not group.parked:  # of wide ones some choices start
                 names = [s.seq for s in group.sequences]
                 begins = waiting.split(group, dice.randrange(1, len(names)))
@@ -165,7 +165,7 @@ def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
                     {group.number},
                 )
         elif what < 0.85:
-            group = dice.choice(everyone)
+            group = dice.choice(all_groups)
             if len(group.sequences) == 1:
                 plain.remove(group)
             waiting.drop(group.sequences[0])
@@ -184,14 +184,14 @@ def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
         compare(waiting, plain)
 
 
-def test_who_might_start_behind_the_first() -> None:
+def test_candidates_after_the_first_group_are_found() -> None:
     waiting = WaitingQueue(Policy(), AGE_US)
     for number, (tenant, level) in enumerate([("a", 1), ("a", 1), ("b", 1), ("a", 0), ("b", 1)], 1):
         waiting.add(make_unit(number, tenant, level, number), number)
     waiting.add(make_unit(6, "c", 1, 6, resumes=1), 6)
     first = waiting.first("m")
     assert first is not None
-    assert [group.number for group in (first, *waiting.candidates_after("m", first, anybody))] == [
+    assert [group.number for group in (first, *waiting.candidates_after("m", first, any_group))] == [
         4,
         6,
         1,
@@ -208,13 +208,13 @@ def test_only_so_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting.add(make_unit(number, "abc"[number % 3], number % 2, number), number)
     first = waiting.first("m")
     assert first is not None
-    assert len(waiting.candidates_after("m", first, anybody)) == 3
+    assert len(waiting.candidates_after("m", first, any_group)) == 3
     assert [
         group.number for group in waiting.candidates_after("m", first, lambda group: group.number == 9)
     ] == [9]
 
 
-def anybody(group: SequenceGroup) -> bool:
+def any_group(group: SequenceGroup) -> bool:
     return True
 
 
@@ -231,8 +231,8 @@ def test_a_unit_that_waits_rises_one_class_at_a_time() -> None:
     assert group.request.level == 2
 
 
-def test_who_rises_does_not_spoil_the_counters_of_its_own_class() -> None:
-    """Counters of two classes say nothing about each other."""
+def test_rising_client_does_not_spoil_the_counters_of_its_own_class() -> None:
+    """Counters of two classes do not depend on each other."""
     waiting = WaitingQueue(Policy(), AGE_US)
     waiting.add(make_unit(1, "busy", 0, 0), 0)
     waiting.served.charge_input(("busy", 0), 1_000_000)
@@ -245,7 +245,7 @@ def test_who_rises_does_not_spoil_the_counters_of_its_own_class() -> None:
     assert waiting.served.get(("new", 1)) == 0
 
 
-def test_what_was_paused_sets_no_counter() -> None:
+def test_paused_group_sets_no_counter() -> None:
     waiting = WaitingQueue(Policy(), AGE_US)
     waiting.served.charge_input(("heavy", 0), 1_000)
     waiting.add(make_unit(1, "heavy", 0, 0, resumes=1), 0)
@@ -253,7 +253,7 @@ def test_what_was_paused_sets_no_counter() -> None:
     assert waiting.served.get(("light", 0)) == 0
 
 
-def test_who_comes_to_an_empty_queue_gets_no_credit_either() -> None:
+def test_client_that_comes_to_an_empty_queue_gets_no_credit_either() -> None:
     """The last to leave it was served: Sheng et al., algorithm 2, line 9."""
     waiting = WaitingQueue(Policy(), AGE_US)
     group = make_unit(1, "heavy", 0, 0)
@@ -264,7 +264,7 @@ def test_who_comes_to_an_empty_queue_gets_no_credit_either() -> None:
     assert waiting.served.get(("light", 0)) == 1_000
 
 
-def test_clients_that_come_and_go_leave_nothing_behind() -> None:
+def test_clients_that_come_and_go_leave_nothing() -> None:
     waiting = WaitingQueue(Policy(), AGE_US)
     waiting.add(make_unit(1, "first", 0, 0), 0)
     for number in range(2, 2_000):
@@ -278,7 +278,7 @@ def test_clients_that_come_and_go_leave_nothing_behind() -> None:
     assert first.number == 1
 
 
-def test_who_was_paused_comes_behind_the_one_of_a_higher_class_that_waited_before() -> None:
+def test_paused_group_comes_after_a_higher_class_group_that_waited_before() -> None:
     """Nothing runs of its tenant, so it would come first, and be paused again for the same one."""
     waiting = WaitingQueue(Policy(), AGE_US)
     waiting.add(make_unit(1, "c", 0, 10), 10)
@@ -291,7 +291,7 @@ def test_who_was_paused_comes_behind_the_one_of_a_higher_class_that_waited_befor
     assert found == [1, 2, 3]
 
 
-def test_who_was_paused_comes_before_those_of_a_higher_class_that_came_later() -> None:
+def test_paused_group_comes_before_higher_class_groups_that_came_later() -> None:
     waiting = WaitingQueue(Policy(), AGE_US)
     waiting.add(make_unit(1, "c", 0, 30), 30)
     waiting.add(make_unit(2, "b", 1, 5, resumes=1), 20)
@@ -301,7 +301,7 @@ def test_who_was_paused_comes_before_those_of_a_higher_class_that_came_later() -
 
 
 class Looked(set[str]):
-    """Counts how often somebody is looked up."""
+    """Counts how often a client is looked up."""
 
     times = 0
 
@@ -314,7 +314,7 @@ def test_the_first_of_a_tenant_that_does_not_run_is_found_however_many_wait_or_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that run would come first by their counters. Neither they nor the others are looked through: a
-    rank is asked for as often, and whether somebody runs once of each that does."""
+    rank is asked for as often, and whether a client runs once of each that does."""
     of, ranked = waiting_queue.VirtualTokenCounter.get, list[waiting_queue.Client]()
 
     def counted(served: waiting_queue.VirtualTokenCounter, client: waiting_queue.Client) -> int:

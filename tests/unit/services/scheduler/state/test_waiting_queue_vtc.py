@@ -22,12 +22,12 @@ def test_tokens_are_weighed() -> None:
     assert (served.get(A), served.get(B)) == (16, 0)
 
 
-def test_what_a_tenant_gets_in_one_class_counts_in_all() -> None:
+def test_service_of_a_tenant_in_one_class_counts_in_all() -> None:
     served = VirtualTokenCounter()
     served.charge_input(("a", 0), 10)
     served.charge_output(("a", 2), 3)
     assert [served.get(("a", level)) for level in range(3)] == [16, 16, 16]
-    served.lift(("b", 0), 100)  # but who comes back is lifted where it comes back
+    served.lift(("b", 0), 100)  # but a client that comes back is lifted then
     assert [served.get(("b", level)) for level in range(3)] == [100, 0, 0]
 
 
@@ -41,7 +41,7 @@ def test_a_client_that_comes_back_has_no_credit() -> None:
     assert served.get(B) == 150, "but it loses nothing"
 
 
-def test_who_is_forgotten_counts_as_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_client_counts_as_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_queue, "MAX_CLIENTS", 2)
     served = VirtualTokenCounter()
     served.lift(A, 100)
@@ -54,14 +54,15 @@ def test_who_is_forgotten_counts_as_the_least(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_clients_that_are_ahead_of_the_others_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each asks once, and is served less than the one before: none of them is ever behind the floor."""
+    """Each sends one request, and is served less than the one before: none of them is ever below the
+    floor."""
     monkeypatch.setattr(waiting_queue, "MAX_CLIENTS", 10)
     served = VirtualTokenCounter()
     for i in range(100):
         served.lift((f"c{i:02}", 1), None)
         served.charge_input((f"c{i:02}", 1), 1_000 - i)
         assert len(served.counters) <= 11
-    assert served.get(("c00", 1)) == 1_000, "who was served most is forgotten last"
+    assert served.get(("c00", 1)) == 1_000, "the client that was served most is forgotten last"
 
 
 def worst_gap(rank: str) -> int:
@@ -92,7 +93,7 @@ def test_two_backlogged_clients_are_served_alike() -> None:
     assert worst_gap("fcfs") > 3 * bound
 
 
-def test_nobody_waits_past_the_limit_of_its_class_without_being_told_when_to_retry() -> None:
+def test_client_that_waits_past_the_limit_of_its_class_gets_a_time_to_retry() -> None:
     slo = requests.parse("standard=5/50/0")
     world = World(Limits(classes=slo))
     world.add_engine(slots=1)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from shared.api import Tool
 from shared.errors import BadRequest, Overloaded
 from shared.openai.call import Call, read_call
-from shared.openai.responses.output import Event, failure_of, of_state, output_of, said, whole
+from shared.openai.responses.output import Event, answer_turn, failure_of, of_state, output_of, whole
 from shared.openai.responses.request import read
 from shared.openai.whole_answer import answer
 
@@ -85,7 +85,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
         "status": "completed",
     }
     assert first["call_id"] != second["call_id"]
-    turn = said(call, answered)
+    turn = answer_turn(call, answered)
     assert (turn["reasoning_content"], [c["id"] for c in turn["tool_calls"]]) == (
         "hm",
         [first["call_id"], second["call_id"]],

@@ -119,12 +119,12 @@ def test_a_choice_finds_a_function_in_a_namespace(named: dict[str, str], called:
 
 
 def test_a_conversation_with_calls_and_reasoning() -> None:
-    said: Any = {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": None}
+    part: Any = {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": None}
     thought = {"type": "reasoning_text", "text": "hm"}
     items: list[Any] = [
         USER,
         {"type": "reasoning", "id": "rs", "summary": [], "content": [thought]},
-        {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [said]},
+        {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [part]},
         {**CALLED, "id": "fc", "status": None},
         {**CALLED, "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": "rain"},
@@ -201,7 +201,7 @@ def test_null_fields_of_items_mean_none() -> None:
         ({"keep": {}}, "`keep` is not a field of a request"),
     ],
 )
-def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
+def test_wrong_field_is_named(more: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest) as refused:
         read({"input": "Hi", **more})
     assert refused.value.message.startswith(why) or why in refused.value.message
@@ -214,7 +214,7 @@ def test_a_webhook_goes_to_the_keeper() -> None:
     assert "webhook" not in call.keep["response"]
 
 
-def test_what_is_kept_comes_from_the_gateway_alone() -> None:
+def test_stored_fields_come_from_the_gateway_alone() -> None:
     call = read_call(read({"model": "m", "input": "Hi"}), chat=True, request_id="r")
     assert call.keep["path"] == PATH
     assert "keep" not in call.bodies[0]
