@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.drafts.ref import LEAST, MOST
+from kernels.drafts.ref import LEAST, MOST, WINDOW
 from kernels.elementwise.gpu import DraftState
 from kernels.sampling.gpu import Choices
 
 _BLOCK = 2048
 _PLACES = tl.constexpr(1 << 24)  # above any position: a match's key is its length, then its place
-_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
+_LEAST, _MOST, _WINDOW = tl.constexpr(LEAST), tl.constexpr(MOST), tl.constexpr(WINDOW)
 COLUMNS = 3  # of `accept`'s answer after the ids: count, done, drafted
 
 
@@ -35,14 +35,14 @@ def _propose(
 ) -> None:
     slot = tl.load(slots + tl.program_id(0) * STRIDE).to(tl.int64)
     place = tl.where(tl.load(done + slot) != 0, 0, tl.load(places + slot))
-    text = history + slot * width
+    text, begin = history + slot * width, tl.maximum(place + 1 - _WINDOW, 0)
     best = tl.full([], 0, tl.int32)
-    for first in range(0, place, BLOCK):
+    for first in range(begin, place, BLOCK):
         end = first + tl.arange(0, BLOCK)
         alike, run = end < place, tl.zeros([BLOCK], tl.int32)
         for back in tl.static_range(_MOST):
             wanted = tl.load(text + tl.maximum(place - back, 0))
-            there = alike & (end >= back)
+            there = alike & (end >= begin + back)
             alike = there & (tl.load(text + end - back, mask=there, other=-1) == wanted)
             run += alike.to(tl.int32)
         best = tl.maximum(best, tl.max(tl.where(run >= _LEAST, run * _PLACES + end, 0), 0))
@@ -76,6 +76,8 @@ def _accept(
     draft = tl.load(token_ids + tl.load(token_rows + own) + 1 + q, mask=q < QUERIES - 1, other=-1)
     stays = (draft >= 0) & (draft == ids) & (ends == 0)
     last = tl.min(tl.where(stays, QUERIES, q), 0)
+    flawed = tl.sum(tl.where((q == last) & (ids < 0), 1, 0), 0)
+    last = tl.maximum(last - flawed, 0)  # a later token with a flaw is that of the next step
     token, end = tl.sum(tl.where(q == last, ids, 0), 0), tl.sum(tl.where(q == last, ends, 0), 0)
     before = tl.load(done + slot)
     tl.store(answer + q * rows + row, tl.where((before == 0) & (q <= last), ids, -1))

@@ -12,12 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST, MOST = 2, 8  # tokens that must be alike; no more than MOST are compared
+LEAST, MOST = 3, 16  # tokens that must be alike; no more than MOST are compared
+WINDOW = 32_768  # of the last tokens: only these are searched
 
 
 def propose(tokens: Tensor, count: int) -> Tensor:
     """`count` drafts after `tokens` `[length]`, all -1 if its last LEAST tokens did not occur before. Of the
     longest matches the last one counts."""
+    tokens = tokens[-WINDOW:]
     length = len(tokens)
     ends = torch.arange(max(length - 1, 0))  # the last index of a match
     alike, run = torch.ones_like(ends, dtype=torch.bool), torch.zeros_like(ends)
@@ -33,6 +35,9 @@ def propose(tokens: Tensor, count: int) -> Tensor:
 def accept(chosen: Tensor, ended: Tensor, drafts: Tensor) -> Tensor:
     """How many of the tokens `chosen` `[rows, 1 + count]` each row has, `[rows]`, from 1 on: those up to the
     first that differs from the draft after it, or that ends its sequence (`ended`, of the same shape, is not
-    0). `drafts` `[rows, count]`; a negative one is none."""
+    0). `drafts` `[rows, count]`; a negative one is none. A flaw (a negative token) counts as the first token
+    of a row, and not as a later one: the next step meets it."""
     stays = (chosen[:, :-1] == drafts) & (drafts >= 0) & (ended[:, :-1] == 0)
-    return 1 + stays.long().cumprod(-1).sum(-1)
+    last = stays.long().cumprod(-1).sum(-1)
+    flawed = chosen.gather(1, last[:, None]).squeeze(1) < 0
+    return (1 + last - flawed.long()).clamp(min=1)

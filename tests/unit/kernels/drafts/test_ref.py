@@ -23,12 +23,12 @@ def by_definition(tokens: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize(
     ("tokens", "drafts"),
     [
-        ([1, 2, 3, 4, 9, 1, 2], [3, 4, 9]),
-        ([1, 2, 3, 7, 1, 2, 4, 8, 1, 2], [4, 8, 1]),  # of two matches of a length the last one
-        ([5, 1, 2, 3, 7, 1, 2, 4, 5, 1, 2], [3, 7, 1]),  # the longer match
-        ([8, 8, 8], [8, 8, 8]),  # the text repeats from its end on
+        ([1, 2, 3, 4, 9, 1, 2, 3], [4, 9, 1]),
+        ([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], [8, 1, 2]),  # of two matches of a length the last one
+        ([5, 1, 2, 3, 7, 1, 2, 3, 4, 5, 1, 2, 3], [7, 1, 2]),  # the longer match
+        ([8, 8, 8, 8], [8, 8, 8]),  # the text repeats from its end on
         ([3, 4, 3, 4, 3], [4, 3, 4]),
-        ([1, 2, 3, 2], [-1, -1, -1]),  # one token alike is too few
+        ([1, 2, 3, 4, 2, 3], [-1, -1, -1]),  # two tokens alike are too few
         ([6], [-1, -1, -1]),
         ([], [-1, -1, -1]),
     ],
@@ -46,8 +46,8 @@ def test_drafts_are_those_of_the_definition_for_any_text() -> None:
 
 
 def test_a_row_keeps_tokens_up_to_the_first_that_is_no_draft_or_ends_it() -> None:
-    chosen = torch.tensor([[4, 5, 6], [4, 5, 6], [4, 5, 6], [4, 5, 6], [4, 5, 6], [-1, -1, 6]])
-    ended = torch.zeros(6, 3, dtype=torch.int64)
-    ended[3, 0] = ended[4, 1] = ended[5, 0] = 1
-    drafts = torch.tensor([[4, 5], [4, 6], [5, 5], [4, 5], [4, 5], [-1, -1]])
-    assert accept(chosen, ended, drafts).tolist() == [3, 2, 1, 1, 2, 1]
+    chosen = torch.tensor([[4, 5, 6]] * 5 + [[-1, -1, 6], [4, 5, -1], [4, -1, 6]])
+    ended = torch.zeros(8, 3, dtype=torch.int64)
+    ended[3, 0] = ended[4, 1] = ended[5, 0] = ended[6, 2] = ended[7, 1] = 1
+    drafts = torch.tensor([[4, 5], [4, 6], [5, 5], [4, 5], [4, 5], [-1, -1], [4, 5], [4, 5]])
+    assert accept(chosen, ended, drafts).tolist() == [3, 2, 1, 1, 2, 1, 2, 1]
