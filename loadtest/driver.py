@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from services.executor.engine import Backend, Pending
 from shared.messages import Sampling, SlotOpen, StepPlan, ints
@@ -39,14 +40,13 @@ class Driver:
         tokens: list[int],
         room: int,
         sampling: Sampling | None = None,
-        logprobs: int = 0,
-        grammar: str = "",
+        **more: Any,
     ) -> tuple[int, list[int]]:
-        """The same with tokens given; greedy by default."""
+        """The same with tokens given; greedy by default. `more` go to SlotOpen."""
         self._backend.open_slot(
             SlotOpen(
                 slot=slot, generation=0, seq=slot, prompt_tokens=len(tokens), tokens=ints(tokens),
-                sampling=sampling or GREEDY, logprobs=logprobs, grammar=grammar,
+                sampling=sampling or GREEDY, **more,
             )
         )  # fmt: skip
         count = -(-room // self._backend.info.block_tokens)

@@ -10,8 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import random
+import statistics
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,9 +28,14 @@ from kernels.sampling.gpu import Choices
 from loadtest.driver import Driver
 from loadtest.gpu.engine import CONTEXT, STEPS, WARM_STEPS
 from loadtest.gpu.rig import Built, end, llama_8b
+from services.executor.checkpoint.loader import TorchOptions
 from services.executor.cuda import graph_runner, input_batch
+from services.executor.cuda.engine import build
 from services.executor.engine import Backend, Pending
-from shared.messages import AT_DEVICE, FROM_DEVICE, FROM_HOST, Sampling, SlotOpen, ints
+from shared.config import load
+from shared.messages import AT_DEVICE, FROM_DEVICE, FROM_HOST, Sampling
+from shared.vocab.files import DEFAULT_MODEL, resolve
+from shared.vocab.vocabulary import load_vocabulary
 
 ROWS, COUNTS, RATES = (1, 8, 32, 64), (1, 3, 7), (0.6, 0.3)
 # Of an H200 and an 8B model at 1k context, three drafts: predicted from its products, a step's time over that
@@ -42,7 +51,10 @@ WISHES = (
     Sampling(temperature=0.0), Sampling(temperature=0.8), Sampling(temperature=0.7, top_k=40, top_p=0.9),
     Sampling(temperature=1.0, min_p=0.05),
 )  # fmt: skip
-Ids = dict[int, list[int]]
+_WORDS = (
+    "river", "stone", "seven", "green", "window", "letter", "copper", "garden", "silent", "north", "paper",
+    "morning", "blue", "engine", "harbour", "winter", "table", "yellow", "signal", "forest",
+)  # fmt: skip
 
 
 class Forced:
@@ -116,6 +128,10 @@ def speculation(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
         found["auto over off at 256"] = found["none asked for"][256] / found["without drafts"][256]
         print("without drafts, none asked for (ms)", found, flush=True)
         found["rows"] = [_row(built, forced, rows) for rows in ROWS]
+        found["kernels"] = {
+            f"{rows} rows, {count} drafts": kernels(built, rows, count)
+            for rows, count in ((32, 0), (32, 3), (128, 0), (64, 0), (64, 3))
+        }
         forced.rate.fill_(RATES[0])
         found["in flight"] = {
             f"{rows} rows, {flight} steps": step(built, rows, 3, flight)[0]
@@ -164,6 +180,31 @@ def step(built: Built, rows: int, count: int = 0, in_flight: int = 2) -> tuple[f
     return took_ms, sum(counted) / len(counted) / rows
 
 
+def kernels(built: Built, rows: int, count: int, times: int = 16) -> dict[str, float]:
+    """Time of each kernel in a step, in us, the longest first, with the number of its launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    driver = Driver(built.backend)
+    tables = dict(driver.open(slot, CONTEXT, CONTEXT + 1 + 2 * times * (1 + count)) for slot in range(rows))
+    plans = [driver.plan([(slot, CONTEXT - 1, 1, FROM_HOST) for slot in range(rows)], tables)]
+    for i in range(2 * times):
+        fed, at = AT_DEVICE if count else FROM_DEVICE, CONTEXT + i * (1 + count)
+        plans.append(driver.plan([(slot, at, 1 + count, fed) for slot in range(rows)], {}))
+    driver.run(plans[:times])
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        driver.run(plans[times:])
+        torch.cuda.synchronize()
+    driver.close()
+    events: list[Any] = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
+    steps = len(plans) - times
+    found = {
+        f"{event.key[:90]} x{event.count / steps:.0f}": event.self_device_time_total / steps
+        for event in events[:14]
+    }
+    print("kernels", rows, count, {key: round(value) for key, value in found.items()}, flush=True)
+    return found
+
+
 def same_ids(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
     """The ids of a small model with and without drafts: they must be the same in float32 and in deterministic
     mode."""
@@ -178,17 +219,18 @@ def same_ids(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
 
 def _compared(name: str, options: dict[str, Any]) -> dict[str, Any]:
     oracle = Oracle(32, 2048)
+    prompts = [[(slot * 7919 + i * 31) % 1000 + 300 for i in range(PROMPT)] for slot in range(SEQUENCES)]
     with in_place(oracle):
-        built = llama_8b(512, SMALL, slots=32, max_context=2048, max_drafts=7, blocks=4096, **options)
-        wanted, _ = generate(built.backend, 0)
-        for slot, ids in wanted.items():
+        built = llama_8b(2048, SMALL, slots=32, max_context=2048, max_drafts=7, blocks=4096, **options)
+        wanted = generate(built.backend, 0, prompts, WISHES, PROMPT + 41)
+        for slot, ids in wanted.ids.items():
             oracle.truth[slot, PROMPT : PROMPT + len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        found: dict[str, Any] = {"off": _digest(wanted)}
+        found: dict[str, Any] = {"off": wanted.digest}
         for count in COUNTS:
-            own, (accepted, drafted) = generate(built.backend, count)
-            unlike = [slot for slot in wanted if own[slot] != wanted[slot]]
+            own = generate(built.backend, count, prompts, WISHES, PROMPT + 41)
+            unlike = [slot for slot in wanted.ids if own.ids[slot] != wanted.ids[slot]]
             found[f"{count} drafts"] = {
-                "sha256": _digest(own), "accepted": accepted, "drafted": drafted, "unlike": len(unlike),
+                "sha256": own.digest, "accepted": own.kept, "drafted": own.drafted, "unlike": len(unlike),
             }  # fmt: skip
         found["compiled under a request"] = built.own._compiles.kernels
         end(built)
@@ -196,42 +238,101 @@ def _compared(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def generate(backend: Backend, count: int, sequences: int = SEQUENCES) -> tuple[Ids, tuple[int, int]]:
-    """The first TOKENS ids of some sequences, two steps in flight, and how many of how many drafts became
-    tokens. One ends at a largest length."""
-    driver, slots = Driver(backend, seed=count), range(sequences)
+def copies(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
+    """SmolLM2 on prompts to repeat a text, its drafts from there: tokens/s with and without drafts."""
+    files = resolve(DEFAULT_MODEL, load().settings.cache_dir)
+    words, vocabulary = random.Random(3), load_vocabulary(files)
+    found: dict[str, Any] = {}
+    prompts = []
+    for _ in range(8):
+        text = " ".join(words.choices(_WORDS, k=220))
+        asked = f"<|im_start|>user\nRepeat this text exactly:\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        prompts.append(vocabulary.encode(asked + text[:60], special=True))
+    for name, options in (
+        ("bf16", {"dtype": "bf16"}), ("bf16 deterministic", {"dtype": "bf16", "deterministic": True}),
+        ("f32", {"dtype": "f32"}),
+    ):  # fmt: skip
+        engine = build(TorchOptions(
+            model_path=files.path, model_name="copies", device="cuda", slots=16, max_context=2048,
+            max_step_tokens=1024, blocks=4096, max_drafts=7, **options,
+        ))  # fmt: skip
+        engine.warm_up()
+        for rows in (1, 8):
+            rates: dict[int, list[float]] = {}
+            runs: dict[int, Generated] = {}
+            for count in (0, *COUNTS) * 3:
+                own = generate(engine, count, prompts[:rows], (Sampling(temperature=0.0),))
+                rates.setdefault(count, []).append(own.tok_s)
+                runs[count] = own
+            off = statistics.median(rates[0])
+            found[f"{name}, {rows}"] = {
+                count: {
+                    "tok_s": rates[count], "gain": statistics.median(rates[count]) / off,
+                    "sha256": own.digest, "same": own.ids == runs[0].ids,
+                    "kept": own.kept, "drafted": own.drafted,
+                }
+                for count, own in runs.items()
+            }  # fmt: skip
+            print("copies", name, rows, found[f"{name}, {rows}"], flush=True)
+        engine.close()
+        torch.cuda.empty_cache()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The ids of sequences by slot, and how many of how many drafts became tokens."""
+
+    ids: dict[int, list[int]]
+    kept: int
+    drafted: int
+    tok_s: float  # after the first ids
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the ids."""
+        return hashlib.sha256(repr(sorted(self.ids.items())).encode()).hexdigest()[:16]
+
+
+def generate(
+    backend: Backend, count: int, prompts: list[list[int]], wishes: Sequence[Sampling], first_length: int = 0
+) -> Generated:
+    """TOKENS ids after each prompt with `count` drafts a row, two steps in flight. The first one ends at
+    `first_length`."""
+    driver, slots = Driver(backend, seed=count), range(len(prompts))
     tables: dict[int, list[int]] = {}
-    for slot in slots:
-        tokens = [(slot * 7919 + i * 31) % 1000 + 300 for i in range(PROMPT)]
-        tables |= dict([driver.open_with(slot, tokens, PROMPT + (TOKENS + 4) * (1 + count))])
-        backend.open_slot(
-            SlotOpen(
-                slot=slot, generation=0, seq=slot, prompt_tokens=PROMPT, tokens=ints(tokens), seed=slot * 77,
-                sampling=WISHES[slot % len(WISHES)], max_length=0 if slot else PROMPT + 41,
-            )
-        )  # fmt: skip
-    plans = [driver.plan([(slot, 0, PROMPT, FROM_HOST) for slot in slots], tables)]
+    for slot, tokens in enumerate(prompts):
+        room, limit = len(tokens) + (TOKENS + 4) * (1 + count), 0 if slot else first_length
+        wish = wishes[slot % len(wishes)]
+        tables |= dict([driver.open_with(slot, tokens, room, wish, seed=slot * 77, max_length=limit)])
+    ids: dict[int, list[int]] = {slot: [] for slot in slots}
+    kept = drafted = 0
+
+    def sample(pending: Pending) -> None:
+        nonlocal kept, drafted
+        output = backend.sample(pending)
+        assert not output.row_errors, output.row_errors
+        counts, at = output.counts or [1] * len(prompts), 0
+        for slot, its in enumerate(counts):
+            ids[slot] += [token for token in output.ids[at : at + its] if token >= 0]
+            at += its
+        drafted += sum(output.drafted)
+        kept += sum(output.counts) - len(output.counts)
+
+    plan = driver.plan([(slot, 0, len(tokens), FROM_HOST) for slot, tokens in enumerate(prompts)], tables)
+    sample(backend.forward(plan))
+    began_s, pending = time.monotonic(), deque[Pending]()
+    fed = AT_DEVICE if count else FROM_DEVICE
     for i in range(TOKENS):
-        fed, at = AT_DEVICE if count else FROM_DEVICE, PROMPT + i * (1 + count)
-        plans.append(driver.plan([(slot, at, 1 + count, fed) for slot in slots], {}))
-    ids: Ids = {slot: [] for slot in slots}
-    accepted = drafted = 0
-    pending: deque[Pending] = deque()
-    for plan in [*plans, None]:
-        if plan is not None:
-            pending.append(backend.forward(plan))
-        while len(pending) > (plan is not None):
-            output = backend.sample(pending.popleft())
-            assert not output.row_errors, output.row_errors
-            counts, at = output.counts or [1] * sequences, 0
-            for slot, its in enumerate(counts):
-                ids[slot] += [token for token in output.ids[at : at + its] if token >= 0]
-                at += its
-            drafted += sum(output.drafted)
-            accepted += sum(output.counts) - len(output.counts)
+        rows = [(slot, len(tokens) + i * (1 + count), 1 + count, fed) for slot, tokens in enumerate(prompts)]
+        pending.append(backend.forward(driver.plan(rows, {})))
+        if len(pending) == 2:
+            sample(pending.popleft())
+        if min(len(its) for slot, its in ids.items() if slot or not first_length) >= TOKENS:
+            break
+    took_s, made = time.monotonic() - began_s, sum(map(len, ids.values())) - len(prompts)
+    while pending:
+        sample(pending.popleft())
     driver.close()
-    return {slot: its[:TOKENS] for slot, its in ids.items()}, (accepted, drafted)
-
-
-def _digest(ids: Ids) -> str:
-    return hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16]
+    cut = {slot: its[:TOKENS] for slot, its in ids.items()}
+    return Generated(cut, kept, drafted, made / took_s)

@@ -210,7 +210,7 @@ class CudaBackend:
         self._late.flush()
         samples = len(plan.sample_slots)
         outside = self._sampling.is_outside_graph(plan.sample_slots)
-        drafts = self._drafts_of(plan) if not outside else 0
+        plan, drafts = (plan, 0) if outside else self._with_drafts(plan)
         segments = self._queue(plan, drafts)
         if not samples:  # no ids to wait for, but the step ends with its forward
             forwarded = self._host_rows.forwarded()
@@ -237,11 +237,17 @@ class CudaBackend:
             self._runner.sample(samples, answer, ready)
         return pending
 
-    def _drafts_of(self, plan: StepPlan) -> int:
-        """The drafts of each row of a step."""
+    def _with_drafts(self, plan: StepPlan) -> tuple[StepPlan, int]:
+        """A plan without drafts for rows with a grammar, whose mask is that of one place, and the drafts of
+        each row of its graph."""
         if not self.info.max_drafts or not can_have_drafts(plan):
-            return 0
-        return self._runner.drafts_of(len(plan.slots), max(plan.counts) - 1)
+            return plan, 0
+        counts = ints(
+            1 if self._host_rows.has_grammar([slot]) else count
+            for slot, count in zip(plan.slots, plan.counts, strict=True)
+        )
+        wanted = max(counts) - 1
+        return replace(plan, counts=counts), self._runner.drafts_of(len(counts), wanted) if wanted else 0
 
     def _queue(self, plan: StepPlan, drafts: int = 0) -> Callable[[], tuple[engine.Segment, ...]]:
         """Queue a plan's forward, whole or in micro-batches; the segments of the micro-batches."""
