@@ -487,6 +487,8 @@ class CudaSlots:
             found = DraftState(part["place"], ids, part["length"], history)
         self.state = SlotState(part["table"].view(rows, table_blocks), part["last"], part["done"], found)
         self._uncopied: dict[int, Ints] = {}  # tokens of slots that the device's history lacks
+        self._opened = set[int]()  # with updates that are not taken
+        self._again = False  # one of them twice
         self.choices = Choices(
             parameters=part["sampling"].view(torch.float32).view(rows, -1),
             seeds=part["seed"].view(torch.int64),
@@ -507,6 +509,8 @@ class CudaSlots:
         """Set up a slot with the next step's updates. Raises EngineError for one that cannot be."""
         slot, (limit, stops) = opened.slot, self._record.open(opened)
         self._sampled.pop(slot, None)
+        self._again |= slot in self._opened
+        self._opened.add(slot)
         self._set("last", slot, [opened.tokens[-1] if opened.tokens else 0])
         self._set("done", slot, [0])
         self._set("place", slot, [max(len(opened.tokens) - 1, 0)])
@@ -523,6 +527,8 @@ class CudaSlots:
         self._unset.clear()
         self._sampled.clear()
         self._uncopied.clear()
+        self._opened.clear()
+        self._again = False
 
     def copy_histories(self, slots: Ints) -> None:
         """Queue the copies of the tokens of slots that the device's history lacks."""
@@ -553,7 +559,13 @@ class CudaSlots:
         taken, self._unset = self._unset, []
         if not taken:
             return UNSET
-        return np.concatenate([at for at, _ in taken]), np.concatenate([words for _, words in taken])
+        places, values = (np.concatenate(column) for column in zip(*taken, strict=True))
+        if self._again:  # a slot was opened twice: the device sets all words at once
+            places, last = np.unique(places[::-1], return_index=True)
+            values = values[::-1][last]
+        self._opened.clear()
+        self._again = False
+        return places, values
 
     def record_sampled(self, slots: list[int], ids: Ints, done: Ints) -> None:
         """Record the choices of another stage (columns as in StepResult) for the next step's updates. For the

@@ -88,7 +88,7 @@ class Device:
         resolve(columns, state, 99, 16, found, step.queries)
         rows = columns[: 2 * layout.tokens].view(2, -1).T.tolist()
         self._all = torch.stack(
-            [logits_of(*row, token) for row, token in zip(rows, found.ids.tolist(), strict=True)]
+            [logits_of(slot, at, token) for (slot, at), token in zip(rows, found.ids.tolist(), strict=True)]
         ).to(ON)
 
     def answer(self, rows: int, queries: int) -> tuple[torch.Tensor, Event]:
@@ -137,7 +137,7 @@ class World:
         for slot in self.ids:
             if slot not in self.ended:
                 count, fed = 1 + drafts.get(slot, 0), AT_DEVICE if drafts else FROM_DEVICE
-                rows.append(Row(slot, self.upper[slot], count, fed, (slot,)))  # type: ignore[arg-type]
+                rows.append(Row(slot, self.upper[slot], count, fed, (slot,)))
                 self.upper[slot] += count
         self.forward(rows)
 
@@ -217,7 +217,7 @@ def test_a_row_with_a_grammar_has_no_drafts_and_its_neighbours_do() -> None:
     world = filled(made(), grammar=digits)
     masked = filled(made(), grammar=digits).run({})
     assert world.run(dict.fromkeys(range(SLOTS), 3)) == masked
-    assert all(48 <= ord(VOCABULARY.bytes_with(())[token]) <= 57 for token in masked[3])
+    assert all(48 <= ord(VOCABULARY.bytes_with(frozenset())[token]) <= 57 for token in masked[3])
     assert world.kept > 3
 
 

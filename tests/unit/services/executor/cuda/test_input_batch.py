@@ -76,6 +76,19 @@ def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
     assert slots.take_updates(made.plan([]))[0].size == 0  # sent once
 
 
+def test_a_slot_opened_twice_before_a_step_has_the_words_of_the_second_opening(slots: CudaSlots) -> None:
+    made = maker()
+    for tokens, limit in (([9, 9, 9], 30), ([4], 12)):
+        slots.open(opened(1, tokens, max_length=limit, sampling=Sampling(temperature=limit / 60)))
+    made.tables = {1: []}
+    places, values = slots.take_updates(made.plan([Row(1, 0, 1)]))
+    assert len({*places.tolist()}) == len(places)
+    slots.words[torch.from_numpy(places).long()] = torch.from_numpy(values)
+    assert (slots.choices.max_lengths[1].item(), slots.choices.last_tokens[1].item()) == (12, 4)
+    assert slots.choices.parameters[1, COLUMN["temperature"]].item() == pytest.approx(0.2)
+    assert slots.state.tables[1].tolist() == [*made.tables[1], *[SPARE] * 5]
+
+
 def test_tokens_chosen_by_another_stage_are_set_with_the_next_step(slots: CudaSlots) -> None:
     made = maker()
     for slot in range(4):
