@@ -31,6 +31,7 @@ from nats.aio.client import Client as Nats
 
 from loadtest.command_line import parser_of, report
 from loadtest.fleet import MODEL, SIM, machine, running_up
+from services.launcher import credentials
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -46,7 +47,7 @@ async def connected(users: Path, name: str, url: str) -> AsyncIterator[Nats]:
     """A client with the credentials of `name`."""
     prefix = f"_INBOX.headrace-{name}" if name == "operator" else "_INBOX"
     nc = await nats.connect(
-        auth.url_of(users, name, url), inbox_prefix=prefix, allow_reconnect=False, error_cb=_silent
+        credentials.url_of(users, name, url), inbox_prefix=prefix, allow_reconnect=False, error_cb=_silent
     )
     try:
         yield nc
@@ -104,11 +105,11 @@ async def free_after_kill(nc: Nats, operator: Nats, silence_s: float) -> float:
 @contextmanager
 def services(users: Path, sim: str, log: str) -> Iterator[str]:
     """The URL of a server with one process of each service: `up` would test a model in less than a step."""
-    server = servers.start(extra=auth.authorization(users, "default"))
+    server = servers.start(extra=credentials.authorization(users, "default"))
     running = []
     with Path(log).open("w") as output:
         for kind in ("scheduler", "detokenizer", "executor", "tokenizer"):
-            env = {"HEADRACE_NATS_URL": auth.url_of(users, kind, server.url), "HEADRACE_L1": "off"}
+            env = {"HEADRACE_NATS_URL": credentials.url_of(users, kind, server.url), "HEADRACE_L1": "off"}
             command = [sys.executable, "-m", "services.launcher.cli", "serve", kind]
             more = ["--backend", "sim", "--sim", sim] if kind == "executor" else []
             running.append(subprocess.Popen([*command, *more], env={**os.environ, **env}, stderr=output))

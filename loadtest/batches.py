@@ -51,7 +51,7 @@ FLAGS = (
     *("--heartbeat-interval-ms", "200"),
 )
 STEP = "step=5000"
-LOOK_S, LIMIT_S, PLAIN = 0.05, 1_800, 64
+BATCHES_POLL_S, LIMIT_S, PLAIN = 0.05, 1_800, 64
 
 STEP_S = 0.02  # a long step: what is measured is not the machine
 SIM = f"step={round(STEP_S * 1e6)}"
@@ -121,7 +121,7 @@ async def until(client: Client, batch: str, count: int) -> Body:
                 found = await asked(client, subjects.batches(client.tenant, "show"), {"id": batch})
                 if found["request_counts"]["completed"] >= count or found["status"] in ENDED:
                     return found
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(BATCHES_POLL_S)
 
 
 async def generated(client: Client, up_pid: int) -> int:

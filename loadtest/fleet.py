@@ -27,7 +27,7 @@ from shared.nats.bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"
 SIM = ("--backend", "sim")
-ANSWER_S = 0.3  # for the status of services on this machine
+STATUS_WAIT_S = 0.3  # for the status of services on this machine
 READY_S = 120.0
 STOP_S = 90
 WATCH_S = 0.6
@@ -101,7 +101,7 @@ class Fleet:
 
     async def status(self, kind: str) -> list[Body]:
         """The status of the services of a kind."""
-        answers = await request_all(self.bus, subjects.STATUS, ANSWER_S)
+        answers = await request_all(self.bus, subjects.STATUS, STATUS_WAIT_S)
         return [dict(answer) for answer in answers if answer.get("kind") == kind]
 
     async def scheduler(self) -> Body:

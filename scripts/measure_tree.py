@@ -20,10 +20,11 @@ from test_layout import budgets, rooms, the_product  # noqa: E402
 def main() -> None:
     """Print three tables."""
     lines, limits = the_product(), budgets()
-    print(f"{'room':24} {'lines':>7} {'files':>6}   at most")
+    print(f"{'room':34} {'lines':>7} {'files':>6}   at most")
     for room, counts in sorted(rooms().items()):
         files, most = limits.get(room, (0, 0))
-        print(f"{room:24} {sum(counts):7,} {len(counts):6}   {most:,} lines, {files} files")
+        limit = f"{most:,} lines, {files} files" if most else f"{files} files" if files else "no limit"
+        print(f"{room:34} {sum(counts):7,} {len(counts):6}   {limit}")
     (folder, files), *_ = Counter(str(Path(name).parent) for name in lines).most_common(1)
     print(f"\nlargest folder: {folder}, {files} files (at most 20)")
     largest = max(lines, key=lambda name: lines[name])

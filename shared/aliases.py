@@ -15,12 +15,11 @@ is not there, the others take its requests, by the same hash.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from shared.errors import BadRequest
+from shared import bodies
+from shared.errors import BadRequest, WireError
 from shared.kv_blocks import rendezvous
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, Subscription
@@ -58,24 +57,18 @@ class Alias:
 
     def pack(self) -> bytes:
         """The message in stream HR_ALIASES."""
-        return json.dumps(asdict(self)).encode()
-
-
-def alias_of(fields: Any) -> Alias:
-    """An alias from its JSON. Raises ValueError, TypeError, LookupError."""
-    targets = tuple((str(model), int(weight)) for model, weight in fields["targets"])
-    return Alias(str(fields["name"]), int(fields["version"]), targets)
+        return bodies.encode(asdict(self))
 
 
 def read_targets(data: bytes) -> dict[str, int]:
     """Models and their weights from the body of an operator's request; none deletes the alias. Raises
     BadRequest."""
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise BadRequest('the body is not a JSON object of models and weights like {"a": 95, "b": 5}')
+        found = bodies.decode(bodies.Json, data)
+    except WireError:
+        raise BadRequest(
+            'the body is not a JSON object of models and weights like {"a": 95, "b": 5}'
+        ) from None
     if len(found) > MAX_TARGETS:
         raise BadRequest(f"an alias has at most {MAX_TARGETS} models, not {len(found)}")
     for model, weight in found.items():
@@ -163,12 +156,12 @@ class Aliases:
 
     def apply_all(self, data: bytes) -> None:
         """Take a table of another process."""
-        for fields in json.loads(data):
-            self.apply(alias_of(fields))
+        for alias in bodies.decode(list[Alias], data):
+            self.apply(alias)
 
     def pack(self) -> bytes:
         """The table, for `apply_all`."""
-        return json.dumps([asdict(alias) for alias in self.every()]).encode()
+        return bodies.encode([asdict(alias) for alias in self.every()])
 
     def resolve(self, name: str, tenant: str, request: str) -> str | None:
         """The model for a request to an alias; None if there is none of this name."""
@@ -194,8 +187,8 @@ class Aliases:
 
     def _on_change(self, delivery: Delivery) -> None:
         try:
-            self.apply(alias_of(json.loads(delivery.data)))
-        except (ValueError, TypeError, LookupError):
+            self.apply(bodies.decode(Alias, delivery.data))
+        except WireError:
             return  # of another version
 
     def _on_table(self, delivery: Delivery) -> None:
@@ -203,5 +196,5 @@ class Aliases:
             return
         try:
             self.apply_all(delivery.data)
-        except (ValueError, TypeError, LookupError):
+        except WireError:
             return  # of another version

@@ -570,7 +570,7 @@ class StepResult:
     end_wall_us: int = 0
     forward_us: int = 0
     sample_us: int = 0
-    bucket_padding_rows: int = 0
+    bucket_padding_rows: int = 0  # no reader is left; the place of a positional field stays
     logprobs: Floats = field(default_factory=floats)
     top_counts: Ints = field(default_factory=ints)
     top_ids: Ints = field(default_factory=ints)

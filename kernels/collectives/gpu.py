@@ -33,7 +33,7 @@ _BLOCK = 2048  # columns of a program
 
 
 @triton.jit
-def _peer_buffer(buffers: tl.tensor, rank: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def _rank_buffer(buffers: tl.tensor, rank: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(BITS)), 16)
 
 
@@ -108,7 +108,7 @@ def _all_reduce_norm(
     inside = at < WIDTH
     dtype: tl.constexpr = residual.dtype.element_ty
     scales = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    own = _peer_buffer(buffers, rank, BITS)
+    own = _rank_buffer(buffers, rank, BITS)
     norms = turn * HALF + row * WIDTH  # a half: the norms of all rows, then the parts of those that are owned
     parts = turn * HALF + rows * WIDTH + row // RANKS * (RANKS * WIDTH)
     if ONE_HOP:
@@ -120,10 +120,10 @@ def _all_reduce_norm(
     letters = _cells(value.to(dtype), BITS, NOTHING)
     if ONE_HOP:
         for step in tl.static_range(1, RANKS + 1):
-            there = _peer_buffer(buffers, (rank + step) % RANKS, BITS)
+            there = _rank_buffer(buffers, (rank + step) % RANKS, BITS)
             tl.store(there + parts + rank * WIDTH + at, letters, mask=inside)
     else:
-        tl.store(_peer_buffer(buffers, owner, BITS) + parts + rank * WIDTH + at, letters, mask=inside)
+        tl.store(_rank_buffer(buffers, owner, BITS) + parts + rank * WIDTH + at, letters, mask=inside)
     if owner == rank:
         kept = tl.load(residual + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
         value = _take(own + parts + at, inside, WIDTH, RANKS, dtype, NOTHING)
@@ -133,7 +133,7 @@ def _all_reduce_norm(
         normed = (value * scale * scales).to(dtype)
         if not ONE_HOP:
             for step in tl.static_range(1, RANKS):
-                there = _peer_buffer(buffers, (rank + step) % RANKS, BITS)
+                there = _rank_buffer(buffers, (rank + step) % RANKS, BITS)
                 tl.store(there + norms + at, _cells(normed, BITS, NOTHING), mask=inside)
         tl.store(out + row * WIDTH + at, normed, mask=inside)
         tl.store(residual + row * WIDTH + at, total, mask=inside)
@@ -166,7 +166,7 @@ def _all_gather(
 
 
 @dataclass(frozen=True, slots=True)
-class PeerBuffers:
+class MappedBuffers:
     """The symmetric buffers of a group for rank `rank` of `size`. Each has two halves of `half_bytes`, filled
     with EMPTY before the first call. Sums of up to `one_hop_bytes` use one hop."""
 
@@ -193,7 +193,7 @@ class Norm:
 
 
 def all_reduce_add_rms_norm_(
-    x: Tensor, residual: Tensor, norm: Norm, buffers: PeerBuffers, turn: int, out: Tensor | None = None
+    x: Tensor, residual: Tensor, norm: Norm, buffers: MappedBuffers, turn: int, out: Tensor | None = None
 ) -> Tensor:
     """kernels.elementwise.gpu.add_rms_norm_ of the sum of all ranks' `x`; all ranks call it at once. Then
     `residual` is right only in the rows that a rank owns (`rank` and every `size`-th after it), or in all

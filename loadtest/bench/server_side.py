@@ -12,7 +12,7 @@ from shared.client.client import request_all
 from shared.nats import subjects
 from shared.nats.interface import Bus, NoResponders
 
-ANSWER_S = 0.5
+STATUS_WAIT_S = 0.5
 TOKENS = ("generated", "prefilled", "prefix_hits", "preemptions", "recomputed")
 TIERS = ("l1_hit_blocks", "l2_hit_blocks", "restored_tokens", "stored_blocks")
 Counts = dict[str, int]
@@ -21,7 +21,7 @@ Counts = dict[str, int]
 async def counts(bus: Bus, model: str) -> Counts | None:
     """The sums over every scheduler that has an executor of this model, since their start."""
     try:
-        answers = await request_all(bus, subjects.STATUS, ANSWER_S)
+        answers = await request_all(bus, subjects.STATUS, STATUS_WAIT_S)
     except NoResponders:
         return None
     measured = [answer["measured"] for answer in answers if _serves(answer, model)]

@@ -15,7 +15,7 @@ from loadtest import faults
 from loadtest.churn import heap
 from loadtest.processes import GONE, memory_bytes, name_of, tree
 
-ANSWER_S, POLL_S = 5.0, 0.02
+STATUS_WAIT_S, POLL_S = 5.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Watch:
         for pid in asked:
             (self.folder / str(pid)).unlink(missing_ok=True)
             os.kill(pid, heap.ASK)
-        await _written([self.folder / str(pid) for pid in asked], ANSWER_S)
+        await _written([self.folder / str(pid) for pid in asked], STATUS_WAIT_S)
         for pid in pids:
             with suppress(*GONE):
                 self.names.setdefault(pid, name_of(pid))

@@ -27,7 +27,7 @@ from typing import Any
 from loadtest.command_line import parser_of, report
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.two_gpus.record import Record
-from services.launcher import host_agent
+from services.launcher import joining
 
 STAGES = {  # the longest time of each, s
     "tp2": 110, "pp2": 90, "tp2_fp8": 90, "tp2_int4": 100, "one": 90, "one_fp8": 90, "one_int4": 90,
@@ -139,7 +139,7 @@ def machine() -> dict[str, Any]:
             facts[name] = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
         except (OSError, subprocess.TimeoutExpired):
             facts[name] = "unknown"
-    facts["seen"] = ",".join(host_agent.seen(os.environ))
+    facts["seen"] = ",".join(joining.seen(os.environ))
     return facts
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from loadtest.fleet import MODEL, Fleet, fleet
-from services.launcher.host_agent import VISIBLE
+from services.launcher.joining import VISIBLE
 
 
 def up(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -22,13 +21,14 @@ from typing import Any
 
 from services.detokenizer import failover
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.reconnect import TURN_S
+from services.detokenizer.reconnect import CONNECT_POLL_S
 from services.detokenizer.response import Command, Fault, Finished, Publish, ResponseText, SendTo
+from shared import bodies
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import AGE, TOKENS, VOCABULARY, Peer, check_vocabulary, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
-from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
+from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, WireError
 from shared.messages import Ended, Message, Rejected, Tokenized, rejection
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
@@ -172,7 +172,7 @@ class DetokenizerActor(Actor):
             self._find_schedulers()
 
     def _find_schedulers(self) -> None:
-        """Send the requests without a scheduler to another one, every TURN_S while there are any."""
+        """Send the requests without a scheduler to another one, every FAILOVER_POLL_S while there are any."""
         self._finding = False
         peers, now_us = self._mailbox.peers, self._mailbox.clock.now_us()
         if not peers.is_cut_off(self._mailbox.source, now_us):
@@ -180,7 +180,7 @@ class DetokenizerActor(Actor):
         if self._core.failover.is_active:
             self._finding = True
             asyncio.get_running_loop().call_later(
-                failover.TURN_S, self._mailbox.guarded(self._find_schedulers)
+                failover.FAILOVER_POLL_S, self._mailbox.guarded(self._find_schedulers)
             )
 
     def _send_claims(self) -> None:
@@ -286,13 +286,13 @@ class ClientEvents:
         self._run([])  # updates the idle event
         if online and not self._reconnecting:
             self._reconnecting = True
-            asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
+            asyncio.get_running_loop().call_later(CONNECT_POLL_S, self._mailbox.guarded(self._reconnect))
 
     def _reconnect(self) -> None:
         self._run(self._core.advance_reconnect())
         self._reconnecting = self._core.reconnect.is_active
         if self._reconnecting:
-            asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
+            asyncio.get_running_loop().call_later(CONNECT_POLL_S, self._mailbox.guarded(self._reconnect))
 
     def _on_gone(self, delivery: Delivery) -> None:
         name = delivery.subject.rpartition(".")[2]
@@ -448,7 +448,7 @@ def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> Non
     if not access.can_answer(bus, asked):
         return
     try:
-        bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))
+        bus.publish(asked.reply, to_json(bodies.Text(model=model, text=decode_body(asked.data, vocabulary))))
     except HeadraceError as error:  # the text may be over the server's limit, too
         bus.publish(asked.reply, error_reply(error, "", ""), headers=end_headers(error))
 
@@ -461,11 +461,10 @@ def decode_body(data: bytes, vocabulary: Vocabulary) -> str:
             param="tokens",
         )
     try:
-        tokens = json.loads(data)["tokens"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        tokens = bodies.decode(bodies.TokensAsked, data)["tokens"]
+    except WireError:
         raise BadRequest('send {"tokens": [1, 2, 3]}', param="tokens") from None
-    valid = isinstance(tokens, list) and all(type(t) is int and 0 <= t < vocabulary.size for t in tokens)
-    if not valid:
+    if any(token >= vocabulary.size for token in tokens):
         raise BadRequest(
             f"`tokens`: a list of ids from 0 to {vocabulary.size - 1} is expected", param="tokens"
         )

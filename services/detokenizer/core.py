@@ -111,7 +111,7 @@ class DetokenizerCore:
         return [r for r in self._table.requests.values() if not r.opened.stream]
 
     def advance_reconnect(self) -> list[response.Command]:
-        """Every reconnect.TURN_S while the reconnect is active."""
+        """Every reconnect.CONNECT_POLL_S while the reconnect is active."""
         frames, gone = self.reconnect.advance()
         self.frames += len(frames)
         return [*frames, *(command for number in gone for command in self.on_client_gone(number))]

@@ -23,7 +23,7 @@ from shared import messages
 from shared.errors import Cancelled, DuplicateRequest, HeadraceError, Unavailable, from_code
 from shared.kv_blocks import rendezvous
 
-TURN_S = 0.25
+FAILOVER_POLL_S = 0.25
 WAIT_TURNS = 120  # 30 s: a hung scheduler is replaced after 15 s, and the new one has to start
 MOST_DEATHS = 3  # of schedulers with the same request: it may be the cause
 
@@ -97,7 +97,7 @@ class Failover:
         return commands
 
     def advance(self, ready: Sequence[str], now_us: int) -> list[Command]:
-        """Ask schedulers and give up. Call every TURN_S while `is_active`; `ready` are scheduler ids."""
+        """Try schedulers and give up. Each FAILOVER_POLL_S while `is_active`; `ready` are scheduler ids."""
         return [command for name in list(self._lost) for command in self._advance(name, ready, now_us)]
 
     def on_answer(self, scheduler: str, answer: messages.Accepted | messages.Rejected) -> list[Command]:

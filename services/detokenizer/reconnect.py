@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from services.detokenizer.response import Publish, ResponseText
 from shared.replies import end_headers
 
-TURN_S = 0.25  # far above the round trip of a 503
+CONNECT_POLL_S = 0.25  # far above the round trip of a 503
 TURNS = 24  # nats-py reconnects after 2 s by default, some clients later
 MAX_ENDED = 4096  # ended answers kept for clients that may have missed the last frame
 
@@ -105,7 +105,7 @@ class Reconnect:
         return client is not None
 
     def advance(self) -> tuple[list[Publish], list[int]]:
-        """Frames to send, and request numbers of clients that have gone. Every TURN_S while `is_active`."""
+        """Frames to send, and request numbers of clients that have gone. Each CONNECT_POLL_S while active."""
         if self._away:
             return [], []
         self._turns_left = max(self._turns_left - 1, 0)

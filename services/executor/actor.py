@@ -5,8 +5,11 @@ The launcher builds it (`build`). It serves one scheduler of its own model. With
 ExecHello until that scheduler welcomes this incarnation of its device state; a restarted or lost scheduler, a
 lost stream or a reset starts a new incarnation. So do sleep and wake:
 
-    welcomed ──ExecSleep──▶ copies end, device thread: sleep ──▶ ExecHello(asleep) ──▶ welcomed, no plans
-    asleep   ──ExecWake───▶ device thread: wake              ──▶ ExecHello         ──▶ welcomed, empty blocks
+    JOINING ──ExecWelcome──▶ SERVING ──ExecSleep, ExecWake──▶ STOPPING ──copies end──▶ SWITCHING
+       ▲    ◀──new incarnation──┘                                                          │
+       └────────────────────── the engine sleeps, or is awake again ───────────────────────┘
+
+An engine that sleeps joins and is welcomed as one that is awake, and gets no plans.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from enum import Enum
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -76,6 +80,15 @@ _US = 1e6
 Build = Callable[["TorchOptions"], Backend]
 
 
+class Incarnation(Enum):
+    """What an incarnation does, see the module. A new one goes on with the switch of the one before."""
+
+    JOINING = "sends ExecHello"
+    SERVING = "welcomed by its scheduler"
+    STOPPING = "waits for the end of its copies, then switches"
+    SWITCHING = "the engine falls asleep or wakes"
+
+
 class ExecutorActor(Actor):
     """Runs the plans of its scheduler, see the module."""
 
@@ -97,11 +110,10 @@ class ExecutorActor(Actor):
         self._backend: Backend | None = None
         self._arenas: ArenaTransfers | None = None  # since the engine is built
         self._scheduler = ""  # kind.id
-        self._welcomed = False
+        self._incarnation = Incarnation.JOINING
         self._kept_out = ""  # why the scheduler refuses this executor
         self._exec_epoch = 0
-        self._asleep = False
-        self._switching = self._switch_queued = False  # until the engine sleeps, or is awake again
+        self._asleep = False  # the engine sleeps, or is to sleep once it has switched
         self._last_step = 0
         self._steps = 0
         self._open_slots: set[int] = set()
@@ -147,7 +159,7 @@ class ExecutorActor(Actor):
         match message:
             case messages.ExecWelcome(exec_epoch=epoch):
                 if epoch == self._exec_epoch:  # else it welcomes an earlier incarnation
-                    self._welcomed, self._kept_out = True, ""
+                    self._incarnation, self._kept_out = Incarnation.SERVING, ""
             case messages.ExecRefused(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
                 if why != self._kept_out:
                     log.warning("kept out by %s: %s", source, why)
@@ -203,6 +215,14 @@ class ExecutorActor(Actor):
             for draining in self._mailbox.peers.draining("scheduler", self._backend.info.model)[:1]:
                 self._choose_scheduler(draining)
 
+    @property
+    def _welcomed(self) -> bool:
+        return self._incarnation is Incarnation.SERVING
+
+    @property
+    def _switches(self) -> bool:
+        return self._incarnation in (Incarnation.STOPPING, Incarnation.SWITCHING)
+
     def heartbeat_payload(self) -> HeartbeatPayload:
         load, model = dict(in_load(self._counted)), ""
         if self._backend is not None:
@@ -213,7 +233,7 @@ class ExecutorActor(Actor):
                 load[ONLY_TIER] = 1
             if info.memory_bytes:
                 load |= {NEED: info.memory_bytes >> 20, SLEEPS: int(info.sleeps)}
-        if self._asleep and not self._switching:
+        if self._asleep and not self._switches:
             load[ASLEEP] = 1
         return HeartbeatPayload(
             model=model,
@@ -294,7 +314,9 @@ class ExecutorActor(Actor):
             return
         box = self._mailbox  # not below its epoch: a scheduler would take it for that of a process before
         self._exec_epoch = epoch = max(box.clock.wall_us(), box.epoch, self._exec_epoch + 1)
-        self._welcomed, self._kept_out = False, ""
+        if not self._switches:
+            self._incarnation = Incarnation.JOINING
+        self._kept_out = ""
         self._last_step = 0
         self._open_slots.clear()
         self._empty.set()
@@ -309,25 +331,24 @@ class ExecutorActor(Actor):
         if asleep and not self._backend.info.sleeps:
             log.warning("this engine does not sleep: several ranks stay awake")
         elif asleep != self._asleep:
-            self._asleep, self._switching = asleep, True
+            self._asleep, self._incarnation = asleep, Incarnation.STOPPING
         self._begin_incarnation()
 
     def _on_switched(self, error: Exception | None) -> None:
         if error is not None:
             raise EngineError(f"the engine did not {'go to sleep' if self._asleep else 'wake'}: {error}")
-        self._switching = self._switch_queued = False
+        self._incarnation = Incarnation.JOINING
         log.info("asleep: its device memory is free" if self._asleep else "awake")
         self._send_hello()
 
     def _send_hello(self) -> None:
         if self._backend is None or self._arenas is None or not self._arenas.worker.is_idle:
             return  # the end of the copies calls this again
-        if self._switching:  # no copy of the incarnation before touches the blocks any more
-            if not self._switch_queued:
-                self._switch_queued = True
-                self._device.put(Switch(self._asleep, self._report_switch))
-            return
-        if self._scheduler and not self._welcomed and not self._has_other_vocabulary():
+        if self._incarnation is Incarnation.STOPPING:  # no copy of the one before touches the blocks any more
+            self._incarnation = Incarnation.SWITCHING
+            self._device.put(Switch(self._asleep, self._report_switch))
+        joins = self._scheduler and self._incarnation is Incarnation.JOINING
+        if joins and not self._has_other_vocabulary():
             hello = hello_of(self._backend.info, self._mailbox.actor, self._exec_epoch, self._host_id)
             self._mailbox.send(self._scheduler, replace(hello, asleep=self._asleep))
 

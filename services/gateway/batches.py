@@ -3,7 +3,7 @@
     POST /v1/files ──pieces──▶ UploadForm ──chunks──▶ keeper        GET …/content, the other way
 
 The gateway holds the chunks on their way, and needs no permission for a stream: the keeper checks tenants,
-limits and fields (services/keeper/verbs.py, batch_verbs.py).
+limits and fields (services/keeper/batches/).
 
 `UploadForm` reads the form of an upload as it arrives: the file leaves in pieces, and is nowhere whole.
 
@@ -25,10 +25,11 @@ from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import SlowRequest, answer
 from services.gateway.native_call import BODY_TIMEOUT_S, check_coding, fields_of, read_body
+from shared.bodies import WINDOW
 from shared.client.file_client import FileClient, asked
 from shared.errors import BadRequest, Cancelled, Overloaded
 from shared.nats import subjects
-from shared.openai.batch_lines import URLS, WINDOW
+from shared.openai.batch_lines import URLS
 
 MAX_UPLOADS = 32  # of one gateway at a time: each holds up to 2 MB
 MAX_BATCH_BYTES = 65_536  # of the request that makes a batch: metadata is its longest part

@@ -30,12 +30,12 @@ from itertools import chain
 from typing import Any, Generic, TypeVar
 from zlib import crc32
 
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from services.gateway.exchange import SlowRequest, Unprocessable, WrongMediaType
 from services.gateway.visitors import is_from_browser
+from shared import bodies
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers, can_start_cold, missing
 from shared.api import read_json
@@ -548,8 +548,8 @@ class Fleet:
         known: list[Body] = []
 
         def on_answer(delivery: Delivery) -> bool:
-            with contextlib.suppress(ValueError):
-                body = from_json(delivery.data)
+            with contextlib.suppress(WireError):
+                body = {**bodies.decode(bodies.Trace, delivery.data)}
                 # a scheduler of an older version answers for any tenant
                 known.extend([body] if body.get("tenant") == tenant else [])
             return bool(known)
@@ -560,11 +560,8 @@ class Fleet:
 
 
 def _state(data: bytes) -> tuple[str, Body]:
-    try:
-        state = from_json(data)
-        return f"{state['kind']}.{state['id']}", state
-    except (ValueError, TypeError, KeyError):
-        raise WireError("a status of another form") from None
+    state = bodies.decode(bodies.ServiceStatus, data)
+    return f"{state['kind']}.{state['id']}", {**state}
 
 
 def _labelled(source: str, metrics: Metrics | None) -> Metrics:

@@ -41,7 +41,7 @@ log = logging.getLogger("headrace.gateway")
 KEPT_S = 86_400  # as long as a keeper has a record
 KEEP_S = 2.0  # for a response to be stored: its client waits for that
 PAUSE_S = 30.0
-CANCEL_S, LOOK_S = 2.0, 0.05  # for a cancelled request to end, and between two looks
+CANCEL_S, STATE_POLL_S = 2.0, 0.05  # for a cancelled request to end, and between two looks
 COMPLETED, ENDED_BADLY = "completed", ("failed", "cancelled")
 ENDED = (COMPLETED, *ENDED_BADLY)
 _STREAM = ("stream", "stream_options")
@@ -164,8 +164,8 @@ class Store:
             self.client.cancel(request_id)
         waited_s = 0.0
         while state["status"] not in ENDED and waited_s < CANCEL_S:
-            await asyncio.sleep(LOOK_S)
-            waited_s += LOOK_S
+            await asyncio.sleep(STATE_POLL_S)
+            waited_s += STATE_POLL_S
             state = await self.state(request_id, path, now_s)
         return state
 

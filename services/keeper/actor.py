@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from pkgutil import resolve_name
 from typing import Any
 
 from services.keeper import core
-from services.keeper.batch_shell import Batches
-from services.keeper.batch_verbs import BatchVerbs
-from services.keeper.forwarding import Forwarder, serve_forwarded
+from services.keeper.parts import PARTS, Keeper, Part, Verb
 from services.keeper.queues import MAX_QUEUED, TenantQueues
-from services.keeper.records import CANCELLED, Body, Hook, Work, to_json, work_of
-from services.keeper.verbs import RECORD_ROOM, REPLIES, FileVerbs, Verbs, reply_subject
-from services.keeper.webhooks import Webhooks
+from services.keeper.records import CANCELLED, Body, Work, work_of
+from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
+from shared import bodies
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import can_start_cold, missing
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -39,11 +37,11 @@ from shared.errors import (
     PayloadTooLarge,
     Unavailable,
     UnknownModel,
+    WireError,
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, Made, StreamFull, Taken, Unwritten, deliveries
-from shared.nats.object_store import ObjectStore
+from shared.nats.jetstream import JetStream, Made, Taken, Unwritten, deliveries
 from shared.processes import Rarely
 from shared.replies import error_reply
 from shared.telemetry.counters import Counted, KeeperCounter, in_status, lately, points
@@ -69,14 +67,9 @@ STATE: Body = {  # checkpoints: the last one of each request; full, it drops the
     "max_bytes": STATE_BYTES, "max_age": STATE_S * 1_000_000_000, "allow_direct": True,
 }  # fmt: skip
 OPEN_AGAIN_S = 1.0
-LOOK_S = 10.0  # between two looks at the streams
+STREAMS_POLL_S = 10.0  # between two looks at the streams
 TICK_S = 0.5
 MAX_ASKED = 1_024  # submits and results in work at a time
-
-
-Verb = Callable[
-    [str, str, bytes], Awaitable[Body | bytes]
-]  # tenant, the second name in the subject, the body
 
 
 class KeeperActor(Actor):
@@ -97,59 +90,40 @@ class KeeperActor(Actor):
         self._made = Made(mailbox.clock)
         self._streams = JetStream(bus, self._replicas > 1, self._unwritten, self._made)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
-        self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
-        own, here = self._core, self._here
-        self._forwarder = Forwarder(mailbox.clock, here, self._call, self._handle, own.kept_bytes)
         self._aliases = Aliases(mailbox.clock.now_us)
-        self._verbs = Verbs(
-            self._streams,
-            mailbox.clock,
-            self._queues,
-            self._is_running,
-            self._webhooks.check,
-            mailbox.peers,
-            self._aliases,
-            self._forwarder.must_forward,
-        )
-        self._store_files = store = ObjectStore(self._streams)
-        self._files = FileVerbs(store, mailbox.clock)
-        self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack, self._aliases, here)
-        batches = BatchVerbs(store, mailbox.clock, self._queues, self._webhooks.check)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
+        self._keeper = keeper = Keeper(
+            mailbox, self._streams, self._queues, self._core, self._aliases, self._away,
+            self._replicas, self._hosts, self._here, self._call, self._handle,
+        )  # fmt: skip
+        self._verbs = Verbs(keeper)
+        self._parts: list[Part] = [resolve_name(name)(keeper) for name in PARTS]
         await self._aliases.follow(bus)  # from here on it may be asked for its status
         await self._aliases.answer()
-        await self._forwarder.start(bus)
+        for part in self._parts:
+            await part.start()
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
         self._verb_subscriptions: list[Subscription] = [
-            await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
-            await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
-            await bus.subscribe(subjects.DELETE_ALL, self._answering(self._verbs.delete), queue="keeper"),
-            await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
-        ]
-        offered: dict[str, Verb] = {}
-        if self._here is None:
-            offered[subjects.FORWARD_ALL] = serve_forwarded(self._verbs)
-        if self._here != frozenset():  # an edge without a model has none for batches: the centre answers
-            offered |= {subjects.FILES_ALL: self._files.answer, subjects.BATCHES_ALL: batches.answer}
-        for subject, verb in offered.items():
-            self._verb_subscriptions.append(
+            *[
                 await bus.subscribe(subject, self._answering(verb), queue="keeper")
-            )
+                for subject, verb in keeper.verbs.items()
+            ],
+        ]
         await bus.subscribe(subjects.RUNS_ALL, self._on_runs)
         await bus.flush()  # the server has them before this keeper is ready
-        loop = asyncio.get_running_loop()
-        kept = keep_streams(self._store_files, self._replicas, self._away)
-        loops = self._pull(), kept, self._tick(), self._webhooks.run(self._replicas)
-        self._tasks = [loop.create_task(each) for each in loops]
+        loops = [self._pull(), self._keep_streams(), self._tick()]
+        loops += [loop for part in self._parts for loop in part.loops()]
+        self._tasks = [asyncio.get_running_loop().create_task(each) for each in loops]
 
     def on_broker(self, online: bool) -> None:
         if online:
             self._unwritten.clear()
             self._core.on_reconnected(self._mailbox.clock.now_us())
-            self._batches.on_reconnected()
+            for part in self._parts:
+                part.on_reconnected()
 
     def upkeep(self) -> None:
         if self._tasks:
@@ -167,32 +141,27 @@ class KeeperActor(Actor):
 
     @property
     def _counted(self) -> Counted:
-        own, hooks = self._core, self._webhooks
-        return {
+        own: Counted = {
             KeeperCounter.QUEUED: self._queues.queued,
-            KeeperCounter.IN_FLIGHT: len(own),
-            KeeperCounter.FORWARDED: len(self._forwarder),
+            KeeperCounter.IN_FLIGHT: len(self._core),
             KeeperCounter.SUBMITTED: self._verbs.submitted,
             KeeperCounter.KEPT: self._verbs.kept,
-            KeeperCounter.STORED: own.stored,
-            KeeperCounter.REFUSED: own.refused,
-            KeeperCounter.HELD_BACK: own.held_back,
-            KeeperCounter.HOOKS: hooks.delivered,
-            KeeperCounter.HOOKS_FAILED: hooks.failed,
-            KeeperCounter.HOOKS_GIVEN_UP: hooks.given_up,
-            KeeperCounter.HOOKS_DROPPED: hooks.dropped,
-            KeeperCounter.BATCHES: len(self._batches),
-            KeeperCounter.BATCH_LINES: self._batches.in_flight,
+            KeeperCounter.STORED: self._core.stored,
+            KeeperCounter.REFUSED: self._core.refused,
+            KeeperCounter.HELD_BACK: self._core.held_back,
         }
+        return {**own, **{each: count for part in self._parts for each, count in part.counted.items()}}
 
     def status(self) -> dict[str, object]:
-        return {
+        found: dict[str, object] = {
             **in_status(self._counted),
             "taken_by": self._queues.taker,
             "unwritten": self._unwritten.facts(),
             "removed": self._made.facts(),
-            "webhooks_dropped": self._webhooks.dropped_lately(),
         }
+        for part in self._parts:
+            found |= part.status()
+        return found
 
     async def drain(self) -> None:
         """Give the requests in flight back to the queue: another keeper, or this one after its restart, takes
@@ -202,8 +171,8 @@ class KeeperActor(Actor):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._webhooks.drain()
-        self._batches.give_back()
+        for part in self._parts:
+            await part.drain()
         while self._calls:
             await asyncio.wait({*self._calls})
         self._run(self._core.give_back())
@@ -215,24 +184,48 @@ class KeeperActor(Actor):
         """Pull for ever, after the streams have been made if they are missing."""
         while True:
             try:
-                await make_streams(self._store_files, self._replicas, self._away)
+                await self._make_streams()
                 await self._queues.run()
             except HeadraceError as error:
                 self._away.warning("durable requests wait: %s", error.message)
                 await asyncio.sleep(OPEN_AGAIN_S)
 
-    def _on_work(self, delivery: Delivery) -> None:
+    async def _make_streams(self) -> None:
+        """Make the streams that are missing. Raises HeadraceError."""
+        for name, config in STREAMS.items():
+            await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
         try:
-            if subjects.is_batch_job(delivery.subject):
-                self._batches.deliver(delivery, self._queues.age_us(delivery.reply))
+            state = {**STATE, "num_replicas": self._replicas}
+            await self._streams.make_stream(subjects.STATE_STREAM, state)
+        except HeadraceError as error:  # requests then start over
+            self._away.warning("there are no checkpoints: %s", error.message)
+        for part in self._parts:
+            await part.make_streams()
+
+    async def _keep_streams(self) -> None:
+        """Make removed streams again, for ever: at once if a call has missed one, else at the next look."""
+        lacking = self._made.lacking
+        while True:
+            await asyncio.sleep(OPEN_AGAIN_S)  # also between two calls that miss one: JetStream may be off
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STREAMS_POLL_S):
+                    await lacking.wait()
+            lacking.clear()
+            try:
+                await self._make_streams()
+            except HeadraceError as error:
+                self._away.warning("durable requests wait: %s", error.message)
+
+    def _on_work(self, delivery: Delivery) -> None:
+        reply, stored_us = delivery.reply, self._queues.age_us(delivery.reply)
+        try:
+            if any(part.on_delivery(delivery, stored_us) for part in self._parts):
                 return
             work = work_of(delivery.data)
-        except (ValueError, TypeError, LookupError):  # of another version, or of another writer
+        except WireError:  # of another version, or of another writer
             log.error("dropped %s: it is not a durable request of this version", delivery.subject)
-            self._streams.ack(delivery.reply)
+            self._streams.ack(reply)
             return
-        reply = delivery.reply
-        stored_us = self._queues.age_us(reply)
         self._handle(core.Delivered(work, reply, deliveries(reply), len(delivery.data), stored_us))
 
     async def _tick(self) -> None:
@@ -241,13 +234,8 @@ class KeeperActor(Actor):
             for model in filter(self._is_served, self._core.held_models):
                 self._core.release(model)
             self._handle(core.Tick())
-            self._batches.tick()
-            self._forwarder.tick()
-            self._call(self._sweep())
-
-    async def _sweep(self) -> None:
-        with contextlib.suppress(HeadraceError):
-            await self._files.sweep(self._mailbox.clock.now_us())
+            for part in self._parts:
+                part.tick()
 
     def _handle(self, event: core.Event) -> None:
         clock = self._mailbox.clock
@@ -265,22 +253,16 @@ class KeeperActor(Actor):
                 case core.Store(key, record):
                     self._call(self._store(key, record))
                 case core.Announce((tenant, request), status):
-                    news = to_json({"id": request, "status": status})
-                    self._mailbox.bus.publish(subjects.done(tenant, request), news)
+                    news = bodies.Ended(id=request, status=status)
+                    self._mailbox.bus.publish(subjects.done(tenant, request), bodies.encode(news))
                 case core.Ack(reply, hook):
-                    self._ack(reply, hook)
+                    self._keeper.ack(reply, hook)
                 case core.Nak(reply, delay_us):
                     self._streams.nak(reply, delay_us)
                 case core.Progress(reply):
                     self._streams.progress(reply)
         if not self._core.is_full:
             self._queues.has_room()
-
-    def _ack(self, reply: str, hook: Hook | None) -> None:
-        if hook is None:
-            self._streams.ack(reply)
-        else:
-            self._call(self._webhooks.land(hook, reply))
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -307,7 +289,7 @@ class KeeperActor(Actor):
     async def _store(self, key: core.Key, record: Body) -> None:
         new: bool | None = None
         try:
-            await self._streams.create(subjects.record(*key), to_json(record), ttl_s=core.KEPT_S)
+            await self._streams.create(subjects.record(*key), bodies.encode(record), ttl_s=core.KEPT_S)
             new = True
         except Taken:
             new = False
@@ -315,28 +297,22 @@ class KeeperActor(Actor):
             self._away.warning("answers of durable requests wait to be stored: %s", error.message)
         self._handle(core.Stored(key, new))
 
-    def _is_running(self, key: core.Key) -> bool:
-        """True if a tokenizer, or the centre of this edge, has a request."""
-        work = self._core.work(key)
-        if work is not None and self._forwarder.must_forward(work.model):
-            return self._forwarder.is_there(key)
-        return self._core.is_running(key)
-
     def _ask(self, work: Work, checkpoint: bytes, run: int) -> None:
-        if self._forwarder.must_forward(work.model):
+        if self._keeper.must_forward(work.model):
             age_us = self._core.age_us((work.tenant, work.id), self._mailbox.clock.now_us())
-            self._forwarder.ask(work, age_us)
+            self._keeper.forward(work, age_us)
             return
         make = subjects.resume if checkpoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
         headers = {RUN_HEADER: str(run)} if run else None
-        self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply, headers=headers)
+        data = checkpoint or bodies.encode(work.body)
+        self._mailbox.bus.publish(subject, data, reply=reply, headers=headers)
 
     def _on_reply(self, delivery: Delivery) -> None:
         _, tenant, _, request = delivery.subject.split(".")
         key = subjects.untoken(tenant), subjects.untoken(request)
         outcome = outcome_of(delivery, self._mailbox.bus.max_payload - self._core.kept_bytes(key))
-        if not self._batches.on_answered(key, outcome, len(delivery.data)):
+        if not any(part.on_answered(key, outcome, len(delivery.data)) for part in self._parts):
             lacking = isinstance(outcome, Unavailable | UnknownModel) and self._is_unserved(key)
             self._handle(core.Answered(key, outcome, len(delivery.data), self._has_changed(key), lacking))
 
@@ -352,7 +328,7 @@ class KeeperActor(Actor):
         """True if a model lacks no service, or if its scheduler keeps requests until an executor joins."""
         peers = self._mailbox.peers
         name = peers.aliases().get(model, model)
-        return self._forwarder.must_forward(model) or not missing(peers, name) or can_start_cold(peers, name)
+        return self._keeper.must_forward(model) or not missing(peers, name) or can_start_cold(peers, name)
 
     def _has_changed(self, key: core.Key) -> bool:
         """True if the executors of a request have other weights or modes than those at its `submit`."""
@@ -377,12 +353,9 @@ class KeeperActor(Actor):
         finally:
             self._asked -= 1
 
-    async def _result(self, tenant: str, request: str, _: bytes) -> Body:
-        return await self._verbs.result(tenant, request)
-
     def _on_runs(self, delivery: Delivery) -> None:
         """Answer another keeper if a request runs here; else be silent, since others may answer."""
-        if (names := subjects.names_in(delivery.subject)) is not None and self._is_running(names):
+        if (names := subjects.names_in(delivery.subject)) is not None and self._keeper.is_running(names):
             self._mailbox.bus.publish(delivery.reply, b"{}")
 
     def _answering(self, verb: Verb) -> Callable[[Delivery], None]:
@@ -406,7 +379,7 @@ class KeeperActor(Actor):
                 param, why = subjects.wrong_name(asked.subject, "model" if submit else "id")
                 raise BadRequest(why, param=param)
             answer = await verb(*names, asked.data)
-            data = answer if isinstance(answer, bytes) else to_json(answer)
+            data = answer if isinstance(answer, bytes) else bodies.encode(answer)
             self._mailbox.bus.publish(asked.reply, data)
         except HeadraceError as error:
             self._mailbox.bus.publish(asked.reply, error_reply(error, "", ""))
@@ -418,35 +391,6 @@ class KeeperActor(Actor):
             self._asked -= 1
 
 
-async def make_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
-    """Make the streams that are missing. Raises HeadraceError."""
-    for name, config in STREAMS.items():
-        await store.streams.make_stream(name, {**config, "num_replicas": replicas})
-    try:
-        await store.streams.make_stream(subjects.STATE_STREAM, {**STATE, "num_replicas": replicas})
-    except HeadraceError as error:  # requests then start over
-        away.warning("there are no checkpoints: %s", error.message)
-    try:
-        await store.open(replicas)
-    except StreamFull as error:  # durable requests need none
-        away.warning("there is no store of files, and no batch: %s", error.message)
-
-
-async def keep_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
-    """Make removed streams again, for ever: at once if a call has missed one, else at the next look."""
-    lacking = store.streams.made.lacking
-    while True:
-        await asyncio.sleep(OPEN_AGAIN_S)  # also between two calls that miss one: JetStream may be off
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await lacking.wait()
-        lacking.clear()
-        try:
-            await make_streams(store, replicas, away)
-        except HeadraceError as error:
-            away.warning("durable requests wait: %s", error.message)
-
-
 def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
     """The answer in a reply, or its error."""
     if delivery.has_no_responders:
@@ -455,9 +399,9 @@ def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
         size = f"the answer of {len(delivery.data)} bytes with its record"
         return PayloadTooLarge(f"{size} is over the server's limit of {max_payload}: ask for less")
     try:
-        body: Body = json.loads(delivery.data)
+        body = bodies.decode(bodies.Json, delivery.data)
         return error_of(body) if "error" in body else body
-    except (ValueError, TypeError):
+    except WireError:
         return EngineError(f"a service answered with something that is not JSON: {delivery.data[:80]!r}")
 
 

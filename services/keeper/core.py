@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.keeper.records import Body, Hook, Work, to_json
-from shared import checkpoints
+from services.keeper.records import Body, Hook, Work
+from shared import bodies, checkpoints
 from shared.api import MAX_RUN
 from shared.errors import (
     Cancelled,
@@ -334,7 +334,7 @@ class KeeperCore:
                 return [self._try_later(event.key, flight, now_us)]
             hold.probe_us = now_us + LAST_DELAY_US
         found = b"" if flight.restarted else event.checkpoint
-        checkpoint = found if found and checkpoints.is_of(found, to_json(flight.work.body)) else b""
+        checkpoint = found if found and checkpoints.is_of(found, bodies.encode(flight.work.body)) else b""
         flight.resumed, flight.due_us = bool(checkpoint), now_us + ASK_AGAIN_US
         useless = found != checkpoint  # of another body or version
         return [*([Drop(event.key)] if useless else []), flight.ask(checkpoint)]

@@ -18,20 +18,18 @@ streams and the clients of one side never meet those of the other. `serve` answe
 from __future__ import annotations
 
 import heapq
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from services.keeper.core import EXPIRED, KEPT_S, TRY_AGAIN, Answered, Away, Event, Key
-from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work, to_json
-from services.keeper.verbs import RECORD_ROOM, Verbs
-from shared import errors
-from shared.api import read_json
+from services.keeper.core import EXPIRED, KEPT_S, TRY_AGAIN, Answered, Away, Key
+from services.keeper.parts import Keeper, Part, Verb
+from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work
+from services.keeper.verbs import RECORD_ROOM
+from shared import bodies, errors
 from shared.client.client import Client, error_of
-from shared.clock import Clock
 from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
+from shared.nats.interface import Delivery, NoResponders, RequestTimeout
+from shared.telemetry.counters import Counted, KeeperCounter
 
 SUBMIT, RESULT, CANCEL = "submit", "result", "cancel"  # verbs of the centre
 MOST_CALLS = 64  # at a time: a keeper refuses more than 1,024, and other edges call it, too
@@ -258,43 +256,32 @@ def _ended(record: Body) -> Body | errors.HeadraceError:
     return errors.EngineError(error.message) if isinstance(error, TRY_AGAIN) else error
 
 
-class Forwarder:
-    """The requests of an edge whose model it does not serve."""
+class Forwarder(Part):
+    """The requests of an edge whose model it does not serve; at a centre, the verbs that edges call."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        here: frozenset[str] | None,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-        handle: Callable[[Event], None],
-        kept_bytes: Callable[[Key], int],
-    ) -> None:
-        """`here`: the models of this edge; None: this is none, and forwards nothing. `handle` gets what the
-        keeper's core is to know; `kept_bytes`: of a request, in its record."""
-        self._clock, self._here, self._spawn = clock, here, spawn
-        self._handle, self._kept_bytes = handle, kept_bytes
-        self._core = ForwardCore()
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper, self._core = keeper, ForwardCore()
         self._client: Client
-
-    async def start(self, bus: Bus) -> None:
-        """Subscribe to the ends of requests: one that was cancelled here is cancelled there."""
-        if self._here is None:
+        if keeper.here is None:
+            keeper.verbs[subjects.FORWARD_ALL] = serve_forwarded(keeper)
             return
-        self._client = await Client.open(bus)
-        await bus.subscribe(subjects.DONE_ALL, self._on_done)
+        keeper.must_forward = lambda model: model not in (keeper.here or ())
+        keeper.is_there, keeper.forward = self._core.is_there, self.forward
+
+    async def start(self) -> None:
+        """Subscribe to the ends of requests: one that was cancelled here is cancelled there."""
+        if self._keeper.here is not None:
+            self._client = await Client.open(self._keeper.bus)
+            await self._keeper.bus.subscribe(subjects.DONE_ALL, self._on_done)
 
     def __len__(self) -> int:
         return len(self._core)
 
-    def must_forward(self, model: str) -> bool:
-        """True for a model that this edge does not serve."""
-        return self._here is not None and model not in self._here
+    @property
+    def counted(self) -> Counted:
+        return {KeeperCounter.FORWARDED: len(self)}
 
-    def is_there(self, key: Key) -> bool:
-        """True if the centre has accepted a request."""
-        return self._core.is_there(key)
-
-    def ask(self, work: Work, age_us: int) -> None:
+    def forward(self, work: Work, age_us: int) -> None:
         """Have a request that has waited for `age_us` answered by the centre; an event `Answered` follows."""
         self._feed(Asked(work, age_us))
 
@@ -303,32 +290,34 @@ class Forwarder:
         self._feed(Later())
 
     def _feed(self, event: ForwardEvent) -> None:
-        for command in self._core.handle(event, self._clock.now_us()):
+        for command in self._core.handle(event, self._keeper.clock.now_us()):
             match command:
                 case Call():
-                    self._spawn(self._call(command))
+                    self._keeper.spawn(self._call(command))
                 case Done(key, outcome, changed):
-                    self._handle(self._answered(key, outcome, changed=changed))
+                    self._keeper.handle(self._answered(key, outcome, changed=changed))
                 case Away():
-                    self._handle(command)
+                    self._keeper.handle(command)
 
     async def _call(self, call: Call) -> None:
         tenant, request = call.key
         work = call.work
-        body: Body = {"id": request} if work is None else {"model": work.model, "request": work.body}
+        body = bodies.Forwarded(id=request)
+        if work is not None:
+            body = bodies.Forwarded(model=work.model, request=work.body)
         outcome: Body | errors.HeadraceError
         try:
             client = self._client.as_tenant(tenant)
-            answer = await client.ask(subjects.forward(tenant, call.verb), to_json(body))
-            found: Body = json.loads(answer.data)
+            answer = await client.ask(subjects.forward(tenant, call.verb), bodies.encode(body))
+            found = bodies.decode(bodies.Json, answer.data)
             outcome = error_of(found) if "error" in found and "status" not in found else found
         except errors.HeadraceError as error:
             outcome = error
         self._feed(Called(call.key, call.verb, outcome))
 
     def _answered(self, key: Key, outcome: Body | errors.HeadraceError, *, changed: bool) -> Answered:
-        size = 0 if isinstance(outcome, errors.HeadraceError) else len(to_json(outcome))
-        most = self._client.bus.max_payload - self._kept_bytes(key) - RECORD_ROOM
+        size = 0 if isinstance(outcome, errors.HeadraceError) else len(bodies.encode(outcome))
+        most = self._client.bus.max_payload - self._keeper.core.kept_bytes(key) - RECORD_ROOM
         if size > most:
             why = f"the answer of {size} bytes with its record is over the limit of this edge's nats-server"
             return Answered(key, errors.PayloadTooLarge(f"{why}: ask for less"))
@@ -336,26 +325,22 @@ class Forwarder:
 
     def _on_done(self, delivery: Delivery) -> None:
         names = subjects.names_in(delivery.subject)
-        if names is not None and delivery.data == to_json({"id": names[1], "status": CANCELLED}):
+        if names is not None and delivery.data == bodies.encode(bodies.Ended(id=names[1], status=CANCELLED)):
             self._feed(CancelledHere(names))
 
 
-def serve_forwarded(verbs: Verbs) -> Callable[[str, str, bytes], Awaitable[Body]]:
+def serve_forwarded(keeper: Keeper) -> Verb:
     """The verb `forward` of a keeper at the centre. It raises BadRequest, and what the verbs raise."""
 
-    async def answer(tenant: str, verb: str, data: bytes) -> Body:
-        try:
-            asked = read_json(data)
-            model, request, body = asked.get("model", ""), asked.get("id", ""), asked.get("request")
-            subjects.work(tenant, request or model)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise errors.BadRequest(f"the body of {verb!r:.40} is of another form: {error!s:.200}") from None
-        if verb == SUBMIT and isinstance(body, dict) and model:
-            return await verbs.submit(tenant, model, to_json(body))
+    async def answer(tenant: str, verb: str, data: bytes) -> Body | bytes:
+        asked = bodies.asked(bodies.Forwarded, data)
+        model, request, body = asked.get("model", ""), asked.get("id", ""), asked.get("request")
+        if verb == SUBMIT and body is not None and model:
+            return await keeper.verbs[subjects.SUBMIT_ALL](tenant, model, bodies.encode(body))
         if verb == RESULT and request:
-            return await verbs.result(tenant, request)
+            return await keeper.verbs[subjects.RESULT_ALL](tenant, request, b"")
         if verb == CANCEL and request:
-            await verbs.end(tenant, request)
+            await keeper.end(tenant, request)
             return {"id": request}
         raise errors.BadRequest(
             f"{verb!r:.40} with this body is no verb of forward: {SUBMIT}, {RESULT}, {CANCEL}"

@@ -29,7 +29,9 @@ log = logging.getLogger("headrace.keeper")
 MAX_QUEUED = 100_000  # requests in stream WORK
 SHARED_OUT = MAX_QUEUED // 2  # above, a tenant with more than its equal share is refused
 ACK_WAIT_S = 10  # then a delivery of a dead keeper comes to another
-LOOK_S = 2.0  # between looks at all consumers: for work that other keepers stored, or that comes again
+CONSUMERS_POLL_S = (
+    2.0  # between looks at all consumers: for work that other keepers stored, or that comes again
+)
 PULL = 32  # requests of a pull
 UNUSED_S = 2 * KEPT_S  # without a pull a consumer goes, since clients may invent tenants; requests stay
 MAX_NAME_CHARS = 200  # a consumer's name is one of a folder, too
@@ -115,7 +117,7 @@ class TenantQueues:
             while True:
                 now = asyncio.get_running_loop().time()
                 if now >= looks_at:
-                    looks_at = now + LOOK_S
+                    looks_at = now + CONSUMERS_POLL_S
                     await self._look()
                 if not await self._pull(puller):
                     self._wake.clear()

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
+from shared import bodies
 from shared.api import MAX_TIMEOUT_S
 from shared.errors import Cancelled, HeadraceError, error_body
 
@@ -68,7 +69,7 @@ class Work:
     def pack(self) -> bytes:
         """The message in stream WORK, without what is empty: keepers of an earlier version have fewer
         fields."""
-        return to_json({name: value for name, value in asdict(self).items() if value != ""})
+        return bodies.encode({name: value for name, value in asdict(self).items() if value != ""})
 
     def record(self, now_wall_us: int, outcome: Body | HeadraceError, *, changed: bool = False) -> Body:
         """How it has ended: with an answer or an error. `changed`: another model has answered than that of
@@ -89,8 +90,8 @@ class Work:
 
 
 def work_of(data: bytes) -> Work:
-    """The work in a message of stream WORK."""
-    return Work(**json.loads(data))
+    """The work in a message of stream WORK. Raises WireError."""
+    return Work(**bodies.decode(bodies.Work, data))
 
 
 def digest_of(model: str, body: Mapping[str, Any]) -> str:
@@ -104,8 +105,3 @@ def body_to_store(body: Mapping[str, Any], request_id: str, drawn: Mapping[str, 
     Without a time limit it has the longest one: it waits for an executor. It ends also while no keeper reads
     it: the next keeper may be there in time for the answer."""
     return {"timeout_s": MAX_TIMEOUT_S, **body, **drawn, "request_id": request_id, "finish_detached": True}
-
-
-def to_json(body: Mapping[str, Any]) -> bytes:
-    """Compact JSON in ASCII: any text that was read from JSON can be written."""
-    return json.dumps(body, separators=(",", ":")).encode()

@@ -7,33 +7,19 @@
 
 The id and the hash of the body decide what a second submit is: the same request has the same answer, another
 one under the same id is refused.
-
-What users ask of a keeper about files: `put` and `keep` store one, then `show`, `list`, `read`, `delete`.
-
-    client ──put 0 … put N-1──▶ keeper ──▶ stream HR_FILES
-           ──keep: name, size, checksum──▶  now it is a file
-
-Any keeper answers any of them: none remembers anything of an upload. The gateway and the command line use
-them alike, and any tenant may: only keepers have permissions for the stream.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from services.keeper import records
-from services.keeper.core import KEPT_S, Key
-from services.keeper.queues import TenantQueues
-from shared.actor.membership import Peers
-from shared.aliases import Aliases
-from shared.api import REQUEST_ID, read_json
-from shared.client.chunks import CHUNK_BYTES
+from services.keeper.core import KEPT_S
+from services.keeper.parts import Keeper
+from shared import bodies
+from shared.api import REQUEST_ID
 from shared.client.client import error_of
-from shared.clock import Clock
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -42,16 +28,15 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
     UnknownRequest,
+    WireError,
 )
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders, RequestTimeout
-from shared.nats.jetstream import FULL_RETRY_MS, JetStream, StreamFull, Taken
-from shared.nats.object_store import FILE_ID, ObjectStore, UnknownFile
-from shared.openai.batch_lines import MAX_FILE_BYTES
+from shared.nats.jetstream import FULL_RETRY_MS, StreamFull, Taken
 
 CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
 REPLIES = f"{access.INBOX}.*.{access.user_of('keeper')}.*"  # answers to the requests of all keepers
-LOOK_US = 5_000_000  # between two looks at the size of the stream; it fills in minutes
+SIZE_POLL_US = 5_000_000  # between two looks at the size of the stream; it fills in minutes
 RUNS_US = 100_000  # for another keeper to answer, far longer than it takes: a reader of a state waits for it
 RECORD_ROOM = 4_096  # bytes of a record beside its request and its answer
 SUBMIT_TRIES = 8  # of a second: a stream whose leader has died has another after six; clients wait for ten
@@ -60,23 +45,15 @@ SUBMIT_TRIES = 8  # of a second: a stream whose leader has died has another afte
 class Verbs:
     """Serves `submit`, `result` and `cancel` for one keeper."""
 
-    def __init__(
-        self,
-        streams: JetStream,
-        clock: Clock,
-        queues: TenantQueues,
-        runs: Callable[[Key], bool],
-        webhook: Callable[[object], str],
-        peers: Peers,
-        aliases: Aliases,
-        forwards: Callable[[str], bool] = lambda _: False,
-    ) -> None:
-        """`runs`: whether this keeper has sent a request to a tokenizer. `webhook` checks a URL. `forwards`:
-        whether the centre of this edge answers for a model."""
-        self._bus, self._streams = streams.bus, streams
-        self._clock, self._queues, self._is_running = clock, queues, runs
-        self._webhook, self._peers, self._forwards = webhook, peers, forwards
-        self._aliases = aliases
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper, self._bus, self._clock = keeper, keeper.bus, keeper.clock
+        self._streams, self._queues, self._aliases = keeper.streams, keeper.queues, keeper.aliases
+        self._peers = keeper.mailbox.peers
+        keeper.end = self.end
+        keeper.verbs |= {
+            subjects.SUBMIT_ALL: self.submit, subjects.RESULT_ALL: self.result,
+            subjects.DELETE_ALL: self.delete, subjects.KEEP_ALL: self.keep,
+        }  # fmt: skip
         self.submitted = self.kept = 0
         self._looked_us, self._half_full = 0, False
 
@@ -99,9 +76,9 @@ class Verbs:
             return _same(known, digest, model)
         asked, model = model, self._aliases.resolve(model, tenant, request_id) or model
         body |= {"model": model} if "model" in body and model != asked else {}
-        webhook = self._webhook(body.pop("webhook")) if "webhook" in body else ""
+        webhook = self._keeper.check_url(body.pop("webhook")) if "webhook" in body else ""
         drawn: records.Body = {}
-        if not self._forwards(model):  # else the link may be down, and a tokenizer there validates it later
+        if not self._keeper.must_forward(model):  # else a tokenizer there validates it, once the link is up
             drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
         stored = records.body_to_store(body, request_id, drawn)
         now_us, computed_by = self._clock.wall_us(), self._peers.model_digest(model)
@@ -121,7 +98,7 @@ class Verbs:
         self._queues.on_stored(tenant)
         return _stored(request_id, records.QUEUED, asked, model)
 
-    async def result(self, tenant: str, request_id: str) -> records.Body:
+    async def result(self, tenant: str, request_id: str, _: bytes = b"") -> records.Body:
         """The state of a request, with its answer or its error once it has ended. Raises UnknownRequest for
         an id that this tenant has not submitted, or whose record is older than a day; Unavailable."""
         known = await self._known(tenant, request_id)
@@ -139,7 +116,7 @@ class Verbs:
         ended = records.work_of(waits).record(self._clock.wall_us(), Cancelled("cancelled by the client"))
         try:
             await self._streams.create(
-                subjects.record(tenant, request_id), records.to_json(ended), ttl_s=KEPT_S
+                subjects.record(tenant, request_id), bodies.encode(ended), ttl_s=KEPT_S
             )
         except Taken:
             return False
@@ -149,7 +126,7 @@ class Verbs:
         """Cancel a request, with the news of its end, where no client has sent a cancel to all services.
         Raises Unavailable."""
         if await self.cancel(tenant, request_id):
-            news = records.to_json({"id": request_id, "status": records.CANCELLED})
+            news = bodies.encode(bodies.Ended(id=request_id, status=records.CANCELLED))
             self._bus.publish(subjects.done(tenant, request_id), news)
             self._bus.publish(subjects.cancel(tenant, request_id), b"")  # services may run it
 
@@ -158,31 +135,29 @@ class Verbs:
         and StreamFull."""
         await self.result(tenant, request_id)
         await self.end(tenant, request_id)
-        mark = records.to_json({"id": request_id, "digest": "", "status": records.DELETED})
+        mark = bodies.encode(bodies.Record(id=request_id, digest="", status="deleted"))
         await self._streams.replace(subjects.record(tenant, request_id), mark, ttl_s=KEPT_S)
-        return {"id": request_id, "deleted": True}
+        return {**bodies.Deleted(id=request_id, deleted=True)}
 
     async def keep(self, tenant: str, request_id: str, data: bytes) -> records.Body:
         """Store a request that was answered already: its fields `request`, `keep` and `answer`. Raises
         BadRequest, DuplicateRequest for an id with a record, StreamFull, PayloadTooLarge, Unavailable."""
-        body = _read(data)
-        if not all(isinstance(body.get(name), dict) for name in ("request", "keep", "answer")):
-            raise BadRequest("`request`, `keep` and `answer` are expected, each an object")
-        now_us, model = self._clock.wall_us(), str(body.get("model", ""))
+        kept = bodies.asked(bodies.Kept, data)
+        now_us, model = self._clock.wall_us(), kept.get("model", "")
         if not await self._has_room_to_keep(self._clock.now_us()):
             full = "the store is half full: the rest is for the answers of durable requests"
             raise StreamFull(full, retry_after_ms=FULL_RETRY_MS)
         work = records.Work(
-            tenant, request_id, model, body["request"], records.digest_of(model, body), now_us, body["keep"]
+            tenant, request_id, model, kept["request"], records.digest_of(model, kept), now_us, kept["keep"]
         )
-        record = records.to_json(work.record(now_us, body["answer"]))
+        record = bodies.encode(work.record(now_us, kept["answer"]))
         await self._streams.create(subjects.record(tenant, request_id), record, ttl_s=KEPT_S)
         self.kept += 1
         return {"id": request_id, "status": records.COMPLETED}
 
     async def _has_room_to_keep(self, now_us: int) -> bool:
         """True while the records take at most half of their stream."""
-        if now_us >= self._looked_us + LOOK_US:
+        if now_us >= self._looked_us + SIZE_POLL_US:
             self._looked_us = now_us
             used, most = await self._streams.room(subjects.RECORD_STREAM)
             self._half_full = most > 0 and 2 * used > most
@@ -196,12 +171,12 @@ class Verbs:
         lacks_both = sure and waits is None
         record = await self._streams.last(subjects.RECORD_STREAM, record_at, sure=lacks_both)
         if record is not None:
-            found: records.Body = json.loads(record)
-            return found
+            return {**bodies.decode(bodies.Record, record)}
         if waits is None:
             return None
         work = records.work_of(waits)
-        runs = self._is_running((tenant, request_id)) or await self._is_running_elsewhere(tenant, request_id)
+        key = tenant, request_id
+        runs = self._keeper.is_running(key) or await self._is_running_elsewhere(*key)
         status = records.RUNNING if runs else records.QUEUED
         at = work.submitted_us // 1_000_000
         return {
@@ -244,23 +219,23 @@ class Verbs:
         """What a tokenizer draws for a valid request. Raises its error for another one."""
         try:
             delivery = await self._bus.request(
-                subjects.check(tenant, model), records.to_json(body), timeout_us=CHECK_US
+                subjects.check(tenant, model), bodies.encode(body), timeout_us=CHECK_US
             )
         except NoResponders:
             raise await self._no_tokenizer(model) from None
         except RequestTimeout:
             why = f"no tokenizer of {model!r:.80} has validated the request in {CHECK_US / 1e6:g} s"
             raise Unavailable(f"{why}: try again", retry_after_ms=1_000) from None
-        answer: dict[str, Any] = json.loads(delivery.data)
+        answer = bodies.decode(bodies.Drawn, delivery.data)
         if "error" in answer:
             raise error_of(answer)
-        return answer
+        return {**answer}
 
     async def _no_tokenizer(self, model: str) -> Unavailable | UnknownModel:
         try:
             delivery = await self._bus.request(subjects.MODELS, b"", timeout_us=CHECK_US)
-            names = sorted(each["id"] for each in json.loads(delivery.data)["data"])
-        except (NoResponders, RequestTimeout, LookupError, ValueError):
+            names = sorted(each["id"] for each in bodies.decode(bodies.Models, delivery.data)["data"])
+        except (NoResponders, RequestTimeout, WireError):
             names = []
         if not names or model in names:
             why = f"no tokenizer validates requests for {model!r:.80} now: try again"
@@ -278,15 +253,10 @@ def reply_subject(tenant: str, request_id: str) -> str:
 
 def _read(data: bytes) -> records.Body:
     """The fields of a submitted request. Raises BadRequest."""
-    try:
-        body = read_json(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not a JSON object: {error!s:.200}") from None
-    if not isinstance(body, dict):
-        raise BadRequest('the body is not a JSON object like {"prompt": "Hello"}')
+    body = bodies.fields_of(data)
     if body.get("stream") or "stream_options" in body:
         raise BadRequest("a durable request has one answer, no stream: leave `stream` out", param="stream")
-    return {name: value for name, value in body.items() if value is not None}
+    return body
 
 
 def _kept(body: records.Body) -> records.Body:
@@ -309,178 +279,3 @@ def _same(known: records.Body, digest: str, asked: str) -> records.Body:
             f"another request was submitted as {known['id']}: use another request_id", param="request_id"
         )
     return _stored(known["id"], known["status"], asked, known.get("model", asked))
-
-
-MAX_CHUNKS = MAX_FILE_BYTES // CHUNK_BYTES
-MAX_LISTED = 100
-FILE_KEPT_S = 2_592_000  # a file goes after 30 days
-MIN_KEPT_S = 3_600
-UPLOAD_S = 3_600  # chunks that are no file after this time were left by an uploader that died
-RAW = b"="  # the reply to `read` starts with it; that of an error is JSON
-_PUT = re.compile(rb"([^ \n]{1,64}) (\d{1,5})\n")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class FileVerbs:
-    """Answers `headrace.v1.files.TENANT.VERB`."""
-
-    def __init__(self, store: ObjectStore, clock: Clock) -> None:
-        self._store, self._clock = store, clock
-        self._verbs: dict[str, Callable[[str, records.Body], Awaitable[records.Body | bytes]]] = {
-            "keep": self._keep, "show": self._show, "list": self._list, "read": self._read,
-            "delete": self._delete,
-        }  # fmt: skip
-        self._sweep_us = 0  # of the next look for unfinished files
-        self._unfinished: set[tuple[str, str]] = set()  # at the last one
-
-    async def open(self, replicas: int) -> None:
-        """Make the stream if it is missing."""
-        await self._store.open(replicas)
-
-    async def answer(self, tenant: str, verb: str, data: bytes) -> records.Body | bytes:
-        """The reply to a verb. Raises BadRequest, UnknownFile, StreamFull, PayloadTooLarge, Unavailable."""
-        if verb == "put":
-            return await self._put(tenant, data)
-        if verb not in self._verbs:
-            raise BadRequest(f"{verb!r:.40} is no verb of files: put, {', '.join(self._verbs)}")
-        return await self._verbs[verb](tenant, fields_of(data))
-
-    async def sweep(self, now_us: int) -> None:
-        """Remove what uploaders that died have left. Call from time to time."""
-        if now_us >= self._sweep_us:
-            self._sweep_us = now_us + UPLOAD_S * 1_000_000
-            found = await self._store.unfinished()
-            for tenant, file in self._unfinished & found:
-                await self._store.delete(tenant, file)
-            self._unfinished = found - self._unfinished
-
-    async def _put(self, tenant: str, data: bytes) -> records.Body:
-        """`ID NUMBER`, a line end, and the chunk."""
-        head = _PUT.match(data)
-        file, number = (head[1].decode(errors="replace"), int(head[2])) if head else ("", 0)
-        if head is None or not FILE_ID.fullmatch(file):
-            raise BadRequest("a chunk starts with `file-<22 hex digits> NUMBER` and a line end")
-        chunk = data[head.end() :]
-        if number >= MAX_CHUNKS or len(chunk) > CHUNK_BYTES:
-            why = f"a file has at most {MAX_FILE_BYTES:,} bytes, in chunks of {CHUNK_BYTES:,}"
-            raise PayloadTooLarge(f"{why}: split it", param="file")
-        if number == 0:
-            await self._store.room()
-        await self._store.put(tenant, file, number, chunk, FILE_KEPT_S)
-        return {"bytes": len(chunk)}
-
-    async def _keep(self, tenant: str, asked: records.Body) -> records.Body:
-        meta, ttl_s = self._checked(asked)
-        try:
-            await self._store.keep_file(tenant, meta, ttl_s)
-        except Taken:  # by an earlier try whose answer was lost
-            if (known := await self._store.meta(tenant, meta["id"]))["sha256"] != meta["sha256"]:
-                raise DuplicateRequest(f"there is another file {meta['id']}", param="id") from None
-            return known
-        return meta
-
-    def _checked(self, asked: records.Body) -> tuple[records.Body, int]:
-        """The message about a file, and how long it is kept."""
-        file, name, purpose = (asked.get(field) for field in ("id", "filename", "purpose"))
-        size, chunks, digest = (asked.get(field) for field in ("bytes", "chunks", "sha256"))
-        if not isinstance(file, str) or not FILE_ID.fullmatch(file):
-            raise BadRequest("`id`: `file-<22 hex digits>` is expected", param="id")
-        if not isinstance(name, str) or not 0 < len(name) <= 255:
-            raise BadRequest("`filename`: 1 to 255 characters are expected", param="filename")
-        if purpose != "batch":
-            raise BadRequest("`purpose`: batch is expected, files have no other use here", param="purpose")
-        if type(size) is not int or type(chunks) is not int or chunks != -(-size // CHUNK_BYTES):
-            raise BadRequest(f"`bytes`, `chunks`: {size!r:.20} bytes are not {chunks!r:.20} chunks")
-        if size == 0:
-            raise BadRequest("the file is empty", param="file")
-        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-            raise BadRequest("`sha256`: 64 hex digits are expected", param="sha256")
-        kept_s = asked.get("expires_s", FILE_KEPT_S)
-        if type(kept_s) is not int or not MIN_KEPT_S <= kept_s <= FILE_KEPT_S:
-            why = f"`expires_after[seconds]`: {MIN_KEPT_S} to {FILE_KEPT_S} are expected"
-            raise BadRequest(why, param="expires_after")
-        meta = file_object(file, name, purpose, self._clock.wall_us(), kept_s)
-        return {**meta, "bytes": size, "chunks": chunks, "sha256": digest}, kept_s
-
-    async def _show(self, tenant: str, asked: records.Body) -> records.Body:
-        return await self._store.meta(tenant, str(asked.get("id")))
-
-    async def _list(self, tenant: str, asked: records.Body) -> records.Body:
-        wanted, order = asked.get("purpose"), asked.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise BadRequest("`order`: asc or desc is expected", param="order")
-        ids = await self._store.files(tenant)
-        if order == "asc":
-            ids.reverse()
-        ids, limit = page_of(ids, asked)
-        found = list[records.Body]()
-        for file in ids:
-            meta = await self._store.meta(tenant, file)
-            if wanted is None or meta["purpose"] == wanted:
-                found.append(meta)
-            if len(found) > limit:
-                break
-        return listing(found, limit)
-
-    async def _read(self, tenant: str, asked: records.Body) -> bytes:
-        file, number = str(asked.get("id")), asked.get("chunk")
-        if not FILE_ID.fullmatch(file) or type(number) is not int or not 0 <= number < 100_000:
-            raise BadRequest("`id` of a file and `chunk`, a number, are expected")
-        return RAW + await self._store.chunk(tenant, file, number)
-
-    async def _delete(self, tenant: str, asked: records.Body) -> records.Body:
-        """Also of an upload that is given up."""
-        file, unfinished = str(asked.get("id")), asked.get("unfinished") is True
-        if not unfinished or not FILE_ID.fullmatch(file):
-            await self._store.meta(tenant, file)
-        await self._store.delete(tenant, file)
-        return {"id": file, "object": "file", "deleted": True}
-
-
-def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: int) -> records.Body:
-    """OpenAI's object of a file."""
-    now_s = now_wall_us // 1_000_000
-    return {
-        "id": file,
-        "object": "file",
-        "created_at": now_s,
-        "expires_at": now_s + kept_s,
-        "filename": name,
-        "purpose": purpose,
-        "status": "processed",
-    }
-
-
-def fields_of(data: bytes) -> records.Body:
-    """The fields of a request. Raises BadRequest."""
-    try:
-        fields = read_json(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not a JSON object: {error!s:.200}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest("the body is not a JSON object")
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def page_of(ids: list[str], asked: records.Body) -> tuple[list[str], int]:
-    """The ids after `after`, and how many the page has at most. Raises BadRequest, UnknownFile."""
-    limit, after = asked.get("limit", MAX_LISTED), asked.get("after")
-    if type(limit) is not int or limit < 1:
-        raise BadRequest(f"`limit`: a number from 1 on is expected, not {limit!r:.20}", param="limit")
-    if after is not None:
-        if after not in ids:
-            raise UnknownFile(f"`after`: there is no {after!r:.80}", param="after")
-        ids = ids[ids.index(after) + 1 :]
-    return ids, min(limit, MAX_LISTED)
-
-
-def listing(found: list[records.Body], limit: int) -> records.Body:
-    """OpenAI's list; `found` may have one more than the page."""
-    page = found[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(found) > limit,
-    }

@@ -24,26 +24,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import random
 import re
 import ssl
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from typing import Any
 
-from services.keeper.records import BATCH, COMPLETED, DELETED, RESPONSE, Body, Hook, to_json
-from shared.clock import Clock
-from shared.config import WatchedFile
+from services.keeper.parts import Keeper, Part
+from services.keeper.records import BATCH, COMPLETED, DELETED, RESPONSE, Body, Hook
+from shared import bodies
+from shared.config import Settings, WatchedFile
 from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.jetstream import REMOVED_S, JetStream, Puller, Taken, deliveries
-from shared.processes import Rarely
+from shared.nats.jetstream import REMOVED_S, Puller, Taken, deliveries
+from shared.telemetry.counters import Counted, KeeperCounter
 
 MAX_URL_CHARS = 2_048
 SECRET, MIN_SECRET_BYTES, MAX_SECRET_BYTES = "whsec_", 24, 64  # as the specification has them
@@ -197,18 +198,26 @@ TRIES_OF_HOST = 8  # at a time, of one keeper
 MAX_LINE = 4_096  # bytes of a status line
 LIST_PART = 20  # a list of all events takes at most this part of the time: a full stream has 200,000 events
 OPEN_AGAIN_S = 1.0
-LOOK_S = 2.0  # between looks for events that are due again, or that other keepers stored
+EVENTS_POLL_S = 2.0  # between looks for events that are due again, or that other keepers stored
 AGAIN_US = 5_000_000  # until a record whose event could not be stored is delivered again
 _STATUS = re.compile(rb"HTTP/1\.[01] ([0-9]{3})\b")
 
 
-class Webhooks:
-    """The webhooks of one keeper."""
+def hosts_in(path: str) -> WatchedFile[dict[str, Secrets]]:
+    """The hosts in a file. Raises SetupError."""
+    return WatchedFile("webhooks", path, read_hosts, log)
 
-    def __init__(self, streams: JetStream, clock: Clock, path: str) -> None:
-        """`path` names the file of hosts; empty: none may be called. Raises SetupError if it is invalid."""
-        self._streams, self._clock = streams, clock
-        self._hosts = WatchedFile("webhooks", path, read_hosts, log) if path else None
+
+class Webhooks(Part):
+    """The webhooks of one keeper; none without the setting `webhooks`."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        """Raises SetupError if the file of hosts is invalid."""
+        self._keeper, self._streams = keeper, keeper.streams
+        self._clock, self._away = keeper.clock, keeper.away
+        self._hosts = hosts_in(keeper.hosts) if keeper.hosts else None
+        if self._hosts is not None:
+            keeper.check_url, keeper.land = self.check, self.land
         self._ready = False  # there is a stream
         self._made: set[str] = set()  # hosts with a consumer of these settings
         self._due: set[str] = set()  # hosts that may have events now
@@ -216,19 +225,20 @@ class Webhooks:
         self._busy = Counter[str]()  # tries that run, by host
         self._tries: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._away = Rarely(log, clock)
         self.delivered = self.failed = self.given_up = 0
         self._lists_at = 0.0  # the next list of all events, at the earliest
         self._dropped = Counter[str]()  # events that found no room, by origin
         self._dropped_us: dict[str, int] = {}
 
+    @staticmethod
+    def check_settings(settings: Settings) -> None:
+        if settings.webhooks:
+            hosts_in(settings.webhooks)
+
     def check(self, url: object) -> str:
         """`url`, if events may go there. Raises BadRequest, Unavailable."""
         target = target_of(url)
-        if self._hosts is None:
-            why = "this fleet calls none; its setting `webhooks` names no file of hosts"
-            raise BadRequest(f"`webhook`: {why}", param="webhook")
-        if target.origin not in self._hosts.value:
+        if self._hosts is None or target.origin not in self._hosts.value:
             why = f"{target.origin:.300} is not among the hosts that this fleet calls (setting `webhooks`)"
             raise BadRequest(f"`webhook`: {why}", param="webhook")
         if not self._ready:
@@ -238,10 +248,7 @@ class Webhooks:
     async def land(self, hook: Hook, reply: str) -> None:
         """Store the event of a record, then ack the delivery of its request."""
         try:
-            if self._hosts is not None:
-                await self._store(hook)
-            else:
-                self._away.warning("an event of %s is not sent: the setting `webhooks` is off", hook.kind)
+            await self._store(hook)
         except HeadraceError as error:
             self._away.warning("webhooks wait: %s", error.message)
             self._streams.nak(reply, AGAIN_US)
@@ -252,25 +259,30 @@ class Webhooks:
         part = subjects.batch_part(hook.tenant, hook.id, "end")
         end = part if hook.kind == BATCH else subjects.record(hook.tenant, hook.id)
         data = await self._streams.last(subjects.RECORD_STREAM, end)
-        record = json.loads(data) if data is not None else {"status": DELETED}
+        record = bodies.decode(bodies.Ended, data) if data is not None else {"status": DELETED}
         if record["status"] == DELETED:
             return  # by its tenant, or it was kept for its time
         event, key = event_of(hook, record), target_of(hook.url).key
-        message = {"url": hook.url, "body": to_json(event).decode()}
+        message: bodies.HookMessage = {"url": hook.url, "body": bodies.encode(event).decode()}
         with contextlib.suppress(Taken):  # by a keeper that died before its ack
-            await self._streams.create(subjects.hook(key, hook.tenant, event["id"]), to_json(message))
+            await self._streams.create(subjects.hook(key, hook.tenant, event["id"]), bodies.encode(message))
             self._not_pulled[key] += 1
         self._turn(key)
 
     @property
-    def dropped(self) -> int:
-        """Events that found no room."""
-        return self._dropped.total()
+    def counted(self) -> Counted:
+        return {
+            KeeperCounter.HOOKS: self.delivered,
+            KeeperCounter.HOOKS_FAILED: self.failed,
+            KeeperCounter.HOOKS_GIVEN_UP: self.given_up,
+            KeeperCounter.HOOKS_DROPPED: self._dropped.total(),
+        }
 
-    def dropped_lately(self) -> dict[str, int]:
-        """These events by origin, of hosts that have lost one within REMOVED_S."""
+    def status(self) -> Mapping[str, object]:
+        """The events that found no room, by origin, of hosts that have lost one within REMOVED_S."""
         since_us = self._clock.now_us() - REMOVED_S * 1_000_000
-        return {origin: self._dropped[origin] for origin, at in self._dropped_us.items() if at > since_us}
+        lost = {origin: self._dropped[origin] for origin, at in self._dropped_us.items() if at > since_us}
+        return {"webhooks_dropped": lost}
 
     # ---- room for all ----------------------------------------------------------------------------
 
@@ -299,13 +311,17 @@ class Webhooks:
 
     # ---- from the stream to the hosts ------------------------------------------------------------
 
-    async def run(self, replicas: int) -> None:
-        """Send events for ever; without the setting, return."""
-        while self._hosts is not None:
+    def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
+        return () if self._hosts is None else (self._run(self._hosts),)
+
+    async def _run(self, hosts: WatchedFile[dict[str, Secrets]]) -> None:
+        """Send events for ever."""
+        config = {**STREAM, "num_replicas": self._keeper.replicas}
+        while True:
             try:
-                await self._streams.make_stream(subjects.HOOK_STREAM, {**STREAM, "num_replicas": replicas})
+                await self._streams.make_stream(subjects.HOOK_STREAM, config)
                 self._ready = True
-                await self._send(self._hosts)
+                await self._send(hosts)
             except HeadraceError as error:
                 self._away.warning("webhooks wait: %s", error.message)
                 await asyncio.sleep(OPEN_AGAIN_S)
@@ -318,7 +334,7 @@ class Webhooks:
             while True:
                 now = asyncio.get_running_loop().time()
                 if now >= looks_at:
-                    looks_at = now + LOOK_S
+                    looks_at = now + EVENTS_POLL_S
                     hosts.refresh()
                     origins = {target_of(origin).key: origin for origin in hosts.value}
                     await self._cut(origins)
@@ -365,7 +381,7 @@ class Webhooks:
     async def _try(self, delivery: Delivery) -> None:
         origin, why, event = "", "", delivery.subject.rpartition(".")[2]
         try:
-            message = json.loads(delivery.data)
+            message = bodies.decode(bodies.HookMessage, delivery.data)
             target = target_of(message["url"])
             origin = target.origin
             if self._hosts is None or (secrets := self._hosts.value.get(origin)) is None:

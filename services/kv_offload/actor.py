@@ -201,7 +201,11 @@ class KvOffloadActor(Actor):
         if self._peers is None and others and self._open_wire is not None:
             arena = self._core.state.l1.arena
             self._peers = PeerThreads(
-                partial(self._open_wire, SHM / arena.name), arena.view, self._on_peers_ended
+                partial(self._open_wire, SHM / arena.name),
+                arena.view,
+                lambda event, values: self._later(
+                    partial(self._handle, event, partial(copy_in, arena, values))
+                ),
             )
         if self._peers is not None and (self._peers.problem is not None):
             raise self._peers.problem
@@ -209,11 +213,6 @@ class KvOffloadActor(Actor):
         if self._peers is not None and self._peers.address and seen != self._peers_seen:
             self._peers_seen = seen
             self._handle(events.PeersChanged(self._peers.address, seen))
-
-    def _on_peers_ended(
-        self, event: events.PeerReadEnded | events.PeerSummed, values: list[memoryview]
-    ) -> None:
-        self._later(partial(self._handle, event, partial(copy_in, self._core.state.l1.arena, values)))
 
     def _handle(self, event: events.Event, fill: Callable[[events.Fill], None] | None = None) -> None:
         for command in self._core.handle(event, self._mailbox.clock.now_us()):

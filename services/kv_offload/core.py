@@ -27,15 +27,7 @@ from services.kv_offload.l1_cache import L1
 from services.kv_offload.l2 import dispatch
 from services.kv_offload.peers.book import Book
 from services.kv_offload.state import L2, Call, State
-from shared.messages import (
-    ArenaReleased,
-    KvCommit,
-    KvGone,
-    KvLookup,
-    KvPrefetch,
-    KvRelease,
-    KvReserve,
-)
+from shared.messages import ArenaReleased, KvCommit, KvGone, KvLookup, KvPrefetch, KvRelease, KvReserve
 
 KEYS_A_MESSAGE = 1_024  # 32 KiB of keys
 

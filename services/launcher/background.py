@@ -108,7 +108,7 @@ async def until_idle(bus: Bus, fleet: str, keep_alive_s: float, may_end: Callabl
 
 
 def stop(path: Path, report: Report) -> list[RunState]:
-    """End every `up` of the fleet whose note is at `path`, and wait for their end; each NOTICE_S of the wait is
+    """End every `up` of the fleet whose note is at `path`, and wait for their end; each NOTICE_S is
     reported. Raises SetupError if there is none."""
     notes = session.runs(path)
     if not notes:

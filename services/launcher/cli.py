@@ -50,6 +50,10 @@ COMMANDS = {
     "record": "services.launcher.commands.record:command",
     "shadow": "services.launcher.commands.record:shadow_command",
     "auth": "services.launcher.commands.auth:command",
+    "completion": "services.launcher.commands.completion:command",
+}
+HINTS = {  # the end of a complaint of argparse
+    "word": "services.launcher.commands.completion:proposal",
 }
 # The line of each command in --help, and the settings that it offers as flags; None: all. The environment and
 # a TOML file may set the others.
@@ -112,9 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(printed.getvalue(), end="", flush=True)  # for --help, which exits
             if wrong := complaint.getvalue().rstrip():
-                from services.launcher.commands.completion import proposal
-
-                print(wrong + proposal(wrong, args, parser), file=sys.stderr, flush=True)
+                hints = (resolve_name(hint)(wrong, args, parser) for hint in HINTS.values())
+                print(wrong + "".join(hints), file=sys.stderr, flush=True)
         status = int(given.run(given) or 0)
         sys.stdout.flush()
         return status
@@ -159,6 +162,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     )
     versions = _versions() if verb == "--version" else ""
     parser.add_argument("--version", action="version", version=versions, help="of Headrace, Python and torch")
+    parser.set_defaults(programs=tuple(_PROGRAMS), every_command=lambda: _parser(_ALL))
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
     for name, (text, settings) in _LINES.items():
@@ -198,8 +202,6 @@ def _add_own(name: str, parser: argparse.ArgumentParser) -> None:
         add("kind", help="gateway, tokenizer, scheduler, executor, kv_offload, detokenizer or keeper")
     elif name == "config":
         add("action", choices=["show"])
-    elif name == "completion":
-        add("shell", choices=["bash", "zsh"])
     elif name in _PROGRAMS:
         add("arguments", nargs="...", metavar=_PROGRAMS[name])
     parser.set_defaults(run=_OWN[name], program=name)
@@ -271,13 +273,6 @@ def _serve(given: argparse.Namespace) -> int:
     return serve(given.kind, load(given).settings)
 
 
-def _completion(given: argparse.Namespace) -> None:
-    from services.launcher.commands.completion import script
-
-    programs = {program: load_test_module(program).parser() for program in _PROGRAMS}
-    print(script(given.shell, _parser(_ALL), programs), end="")
-
-
 def _version(_: argparse.Namespace) -> None:
     print(_versions())
 
@@ -296,7 +291,7 @@ def _versions() -> str:
 _OWN: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "up": _up, "stop": _stop, "replay": _replay, "health": lambda given: _health(given.kind),
     "config": _config, "bench": _load_test, "eval": _load_test, "serve": _serve,
-    "completion": _completion, "version": _version,
+    "version": _version,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FLEET = ("nats_url", "fleet", "cache_dir")  # settings that are enough to find a fleet
 _COLOURS = (36, 33, 32, 35, 34, 96)  # cyan, yellow, green, magenta, blue, bright cyan
 _BOLD, _RED, _DIM = 1, 31, 2
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -56,6 +57,7 @@ def print_line(text: str) -> None:
     _print(text, sys.stdout)
 
 
+AGAIN = "[the answer starts over]"
 PROGRESS = "…"  # a line with this end is a progress line: on a terminal the next line replaces it
 _shown = {"progress": False}  # the terminal's last line is one; stdout and stderr share the terminal
 
@@ -88,6 +90,15 @@ def fail(error: HeadraceError) -> int:
 def kind_of(error: HeadraceError) -> str:
     """The kind of an error in words."""
     return error.type.removesuffix("_error").replace("_", " ")
+
+
+def size(count: float) -> str:
+    """Bytes with three digits and a unit."""
+    for unit in _UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} {_UNITS[-1]}"
 
 
 class StatusLine:

@@ -34,7 +34,7 @@ IMPORTED_LATER = (
     "shared.api",
 )  # of most services: after the first one, which waits for no more than it needs
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # each line of a log arrives at once
-ANSWER_S = 30.0  # a server that hangs is given up: the first answer takes the time of the imports
+FORK_WAIT_S = 30.0  # a server that hangs is given up: the first answer takes the time of the imports
 _ROOM = 2_000  # bytes of a service's command line that `ps` shows
 _PR_SET_CHILD_SUBREAPER = 36
 _ARGV_START, _ARGV_END = 45, 46  # in /proc/self/stat, counted from the state
@@ -95,7 +95,7 @@ class ForkServer:
                 try:
                     with theirs:
                         socket.send_fds(self._socket, [b"1"], [theirs.fileno(), output])
-                    async with asyncio.timeout(ANSWER_S):
+                    async with asyncio.timeout(FORK_WAIT_S):
                         answer = await loop.sock_recv(self._socket, 1)
                     if not answer or not (pid := ours.recv(4)):
                         raise ConnectionError("the fork server has ended, or cannot fork")

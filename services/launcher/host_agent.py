@@ -6,12 +6,6 @@
 An engine that cannot sleep, one of several ranks, is unloaded instead, and loaded again. A model that an
 operator has unloaded stays so until it is loaded by name.
 
-`headrace up --join URL` adds the executors and the kv_offload of this machine to a fleet of other hosts.
-
-Before a service starts, the heartbeats of the fleet show whether the fleet can use them: `checked` raises
-SetupError with the reason if not. The executors compare the digest of weights, dtype, KV format and
-deterministic mode with that of the fleet (`Joined.digests`) before they load the model.
-
 `MemoryRule` decides which models of a machine are awake while they share its memory. Pure.
 
     asleep, requests wait ──fits──▶ Wake
@@ -19,46 +13,27 @@ deterministic mode with that of the fleet (`Joined.digests`) before they load th
 
 Work is what waits and runs, in tokens, times the priority of its class. A model stays awake for at least
 LEAST_AWAKE_US, and a request that has waited for MOST_WAIT_US beats any work: so two busy models take turns
-of 30 to 60 s, and neither starves. `host_agent.py` calls it once a second.
-
-Divides the GPUs of this machine among the executors of `up`.
-
-An executor takes the first GPUs that it sees, as many as it has ranks. So several executors that see all GPUs
-would share the first ones and leave the others idle.
+of 30 to 60 s, and neither starves. `HostAgent` calls it once a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from services.launcher.console import print_line
-from services.launcher.supervisor import ExecutorProcesses, ServiceSpec
-from shared import codec
+from services.launcher.supervisor import ASLEEP, CHANGING, LOADED, UNLOADED, ExecutorProcesses
+from shared import codec, errors
 from shared.actor import membership
-from shared.actor.membership import MIXED, Peers
+from shared.actor.membership import Peers
 from shared.clock import Clock
-from shared.config import Settings
-from shared.errors import (
-    BadRequest,
-    HeadraceError,
-    SetupError,
-    Unavailable,
-    UnknownModel,
-    WireError,
-    error_body,
-)
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
 from shared.replies import to_json
 
-TURN_S = 1.0
+DECIDE_S = 1.0
 ASK_US = 5_000_000  # a scheduler answers between two events
 CHANGE_US = 90_000_000  # a drain of 10 s and large weights: then what was asked for counts as not done
 MOST_RESTARTS = 2  # of an executor that ends while it loads: most often it found too little memory
@@ -94,13 +69,24 @@ class HostAgent:
         self._models = {name: _Model(processes) for name, processes in self.processes.items()}
         self._rule = MemoryRule(self.awake_mib)
 
+    @staticmethod
+    def share(processes: Mapping[str, ExecutorProcesses], awake_mib: int) -> None:
+        """Leave all models but the first one out of the start, until requests wait for them. Raises
+        SetupError for one that never fits."""
+        rule = MemoryRule(awake_mib)
+        for at, (name, executors) in enumerate(processes.items()):
+            if why := rule.why_not(name, executors.least_mib):
+                raise errors.SetupError(why)
+            if at:
+                executors.stop()
+
     async def run(self) -> None:
         """Serve until cancelled."""
         await self.bus.subscribe(subjects.heartbeat_all(self.fleet), self._on_heartbeat)
         await self.bus.subscribe(subjects.LOAD_ALL, self._on_load)
         self.bus.publish(subjects.heartbeat_request(self.fleet), b"")
         while True:
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(DECIDE_S)
             if self.awake_mib:
                 await self.apply_rule()
 
@@ -120,9 +106,9 @@ class HostAgent:
         it is being unloaded."""
         model = self._known(name)
         if self.awake_mib and (why := self._rule.why_not(name, self._need_mib(model))):
-            raise BadRequest(why)
+            raise errors.BadRequest(why)
         if model.processes.is_ending:
-            raise Unavailable(f"{name} is still being unloaded: try again")
+            raise errors.Unavailable(f"{name} is still being unloaded: try again")
         model.held = model.failed = False
         if not model.processes.is_running:
             if self.awake_mib and self._awake_mib_of_others(name) + self._need_mib(model) > self.awake_mib:
@@ -140,7 +126,7 @@ class HostAgent:
 
     def _known(self, name: str) -> _Model:
         if (model := self._models.get(name)) is None:
-            raise UnknownModel(
+            raise errors.UnknownModel(
                 f"this `headrace up` has no model {name!r:.80}: it has {', '.join(self._models)}"
             )
         return model
@@ -225,7 +211,7 @@ class HostAgent:
                 await self.bus.request(subjects.sleep(scheduler), body, timeout_us=ASK_US)
 
     def _on_heartbeat(self, delivery: Delivery) -> None:
-        with contextlib.suppress(WireError):  # a message of another version
+        with contextlib.suppress(errors.WireError):  # a message of another version
             envelope = codec.decode(delivery.data)
             if isinstance(envelope.message, Heartbeat):
                 self.peers.update(envelope.epoch, envelope.message, self.clock.now_us())
@@ -246,98 +232,17 @@ class HostAgent:
                 case b"unload":
                     state = self.unload(name)
                 case _:
-                    raise BadRequest("the body is neither `load` nor `unload`")
-        except HeadraceError as error:
-            answer = error_body(error)
+                    raise errors.BadRequest("the body is neither `load` nor `unload`")
+        except errors.HeadraceError as error:
+            answer = errors.error_body(error)
         else:
             answer = {"state": state}
         self.bus.publish(delivery.reply, to_json({"host": self.host_id, "model": name, **answer}))
 
 
-JOINING_KINDS = ("executor", "kv_offload")  # the services of a host that joins
-FLEET_ANSWER_S = 3.0  # a fleet answers at once; this covers slow links, and schedulers that start again
-SHM = Path("/dev/shm")
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The fleet before this host has joined. `digests`: of the executors that serve each model; empty if none
-    serves it, or if the fleet accepts all."""
-
-    digests: Mapping[str, str]
-    others: frozenset[str]  # its actors, kind.id
-
-    def welcomed(self, peers: Peers, model: str, host_id: str) -> int:
-        """The number of executors of this host that a scheduler has welcomed."""
-        ready = [f"executor.{actor}" for actor in peers.ready("executor", model)]
-        beats = [_beat(peers, source) for source in ready if source not in self.others]
-        return sum(beat.host_id == host_id and bool(beat.scheduler) for beat in beats)
-
-
-def is_fleet_answering(peers: Peers, models: Sequence[str]) -> bool:
-    """True once a scheduler of each model has sent a heartbeat, and an executor if the scheduler has one."""
-    is_served = {*models} <= {*peers.models("scheduler")}
-    return is_served and all(peers.ready("executor", each) for each in models if peers.model_digest(each))
-
-
-def checked_fleet(peers: Peers, settings: Settings, models: Sequence[str], url: str) -> Joined:
-    """The fleet that this host may join, from the heartbeats of its actors. `url` without password. Raises
-    SetupError if no fleet answers, or if it has other models or another block size, or another machine with
-    this name."""
-    sources = peers.sources()
-    if not sources:
-        raise SetupError(
-            f"no service of fleet {settings.fleet!r} answers at {url} within {FLEET_ANSWER_S:g} s: does "
-            "`headrace up` or `headrace serve` run there with the same --fleet?"
-        )
-    served = peers.models("scheduler")
-    for model in models:
-        if model not in served:
-            has = f"serves {', '.join(served)}" if served else "has no scheduler yet"
-            raise SetupError(f"fleet {settings.fleet!r} {has}, not {model}: choose --model or --model-name")
-        _check_blocks(peers, model, settings.block_tokens)
-    beats = [_beat(peers, source) for source in sources]
-    _check_name(beats, settings.host_id)
-    if not settings.l2 and any("l2" in beat.tiers for beat in beats):
-        print_line("the other hosts share KV blocks in an L2; this host has no L2: see --l2")
-    return Joined({model: _digest(peers, model) for model in models}, frozenset(sources))
-
-
-def _check_blocks(peers: Peers, model: str, block_tokens: int) -> None:
-    theirs = peers.max_load("executor", "block_tokens", model)
-    if theirs not in (0, block_tokens):  # 0: no executor, or one of an older version
-        raise SetupError(
-            f"the KV blocks of {model} have {theirs} tokens in this fleet, and {block_tokens} here: "
-            f"start with --block-tokens {theirs}"
-        )
-
-
-def _check_name(beats: Sequence[Heartbeat], host_id: str) -> None:
-    """Raise SetupError if another machine has the name of this one: its executors would be sent to the L1 of
-    this one, which they cannot map. On the same machine the segment of L1 is in /dev/shm."""
-    for beat in beats:
-        if beat.host_id == host_id and beat.arena and not (SHM / beat.arena).exists():
-            raise SetupError(
-                f"another machine of the fleet is called {host_id!r}, too: give this one a name of its own "
-                "with --host-id"
-            )
-
-
-def _digest(peers: Peers, model: str) -> str:
-    return "" if peers.max_load("scheduler", MIXED, model) else peers.model_digest(model)
-
-
-def _beat(peers: Peers, source: str) -> Heartbeat:
-    peer = peers.get(source)
-    assert peer is not None, source
-    return peer.heartbeat
-
-
 LEAST_AWAKE_US = 30_000_000  # five times the longest wake: 0.1 to 6 s, on a GPU or a CPU
 MOST_WAIT_US = 60_000_000
 SWAP_US = 60_000_000  # for others to fall asleep: a drain of 10 s, then copies; after it the swap is dropped
-
-LOADED, ASLEEP, UNLOADED, CHANGING = "loaded", "asleep", "unloaded", "changing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +295,9 @@ class MemoryRule:
         if used_mib > self._budget_mib and len(awake) > 1:  # one that was restarted, or all at the start
             return Sleep(min(awake, key=lambda model: (model.work, -model.need_mib, model.name)).name)
         waiting = [
-            m for m in models if m.state in (ASLEEP, UNLOADED) and m.work and not self._is_too_large(m)
+            m
+            for m in models
+            if m.state in (ASLEEP, UNLOADED) and m.work and not self.why_not(m.name, m.need_mib)
         ]
         if now_us >= self._until_us or self._next not in {model.name for model in waiting}:
             self._next = ""
@@ -420,38 +327,6 @@ class MemoryRule:
                 return victims
         return []
 
-    def _is_too_large(self, model: ModelNow) -> bool:
-        return bool(self.why_not(model.name, model.need_mib))
-
 
 def _is_due(model: ModelNow) -> bool:
     return model.waits_us >= MOST_WAIT_US
-
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-_GPU = re.compile(r"\d+$|GPU-|MIG-")
-
-
-def seen(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them. CUDA reads no
-    further than the first name that none can have, such as -1."""
-    if (named := environment.get(VISIBLE)) is not None:
-        return list(takewhile(_GPU.match, (name.strip() for name in named.split(","))))
-    files = [each for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdecimal()]
-    return [str(index) for index in range(len(files))]
-
-
-def placed(specs: Sequence[ServiceSpec], ranks: int, gpus: Sequence[str]) -> list[ServiceSpec]:
-    """The services; of several executors each one sees `ranks` of these GPUs. Executors for which no GPUs are
-    left share those of the first ones."""
-    groups = len(gpus) // ranks
-    executors = [spec.name for spec in specs if spec.kind == "executor"]
-    if groups < 2 or len(executors) < 2:
-        return list(specs)
-    firsts = {name: at % groups * ranks for at, name in enumerate(executors)}
-    return [
-        replace(spec, env={**spec.env, VISIBLE: ",".join(gpus[first : first + ranks])})
-        if (first := firsts.get(spec.name)) is not None
-        else spec
-        for spec in specs
-    ]

@@ -28,8 +28,8 @@ SCHEMES = ("nats-leaf", "tls")
 PING_INTERVAL = "5s"  # of an edge: a link that was cut without a word is noticed after two
 LOCAL = (
     "hr.>", f"{STORE}.>", "_R.>", f"{access.INBOX}.*.{access.user_of('keeper')}.*", "$JS.>", "$SRV.>",
-    *(f"{PUBLIC}.{verb}.>" for verb in ("submit", "result", "delete", "keep", "done")),
-    *(f"{PUBLIC}.{verb}.>" for verb in ("trace", "events", "policy", "alias")), subjects.STATUS,
+    *dict.fromkeys(f"{PUBLIC}.{s.split('.')[0]}.>" for s, by, _ in access.PUBLIC if access.LEAF not in by),
+    subjects.STATUS,
 )  # fmt: skip
 WITH_MODELS = (f"{PUBLIC}.files.>", f"{PUBLIC}.batches.>")  # an edge without models uses those of the centre
 OF_MODEL = ("generate", "tokenize", "detokenize")

@@ -231,7 +231,7 @@ def _cause(log: Path) -> str:
 
 MEMORY, FILE = "16MB", "3GB"  # of JetStream: its streams are on disk
 SPACE_BYTES = 33_554_432  # for a server that starts again: some of the largest messages
-HELD_S, LOOK_S = 5.0, 0.02  # for the server of an `up` that was killed to end
+HELD_S, LOCK_POLL_S = 5.0, 0.02  # for the server of an `up` that was killed to end
 
 
 def durable_folder(fleet: str) -> Path:
@@ -304,6 +304,6 @@ def _take(lock: int, folder: Path, wait_s: float) -> None:
                     f"another `headrace up` keeps durable requests in {folder} ({error.strerror}): choose "
                     "another --fleet, or start with --no-durable"
                 ) from None
-            time.sleep(LOOK_S)
+            time.sleep(LOCK_POLL_S)
         else:
             return

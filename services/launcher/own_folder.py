@@ -1,21 +1,28 @@
 """A folder for the temporary files of one run. If the run is killed, the next run removes the folder.
 
 The owner holds a lock (flock) on its folder while it lives. `sweep` removes the folders that it can lock.
+
+`LogFiles` keeps the lines of each service there, for `headrace logs`. A full file becomes `FILE.1` and the
+older one is dropped, so a service has at most 2 * FILE_BYTES.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
 import weakref
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from shared.errors import SetupError
 
 PREFIX = "headrace-run-"
+FILE_BYTES = 4 * 1024 * 1024  # of a log: some 40,000 lines
+SUFFIX = ".log"
 
 
 class OwnFolder:
@@ -79,3 +86,35 @@ def _remove_ownerless(path: Path) -> bool:
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
     return mine
+
+
+class LogFiles:
+    """Appends each line to the file of its service. What cannot be written, on a full disk, is lost."""
+
+    def __init__(self, folder: str, names: list[str]) -> None:
+        """Raises SetupError."""
+        self._folder = folder
+        try:
+            self._files = {name: _Lines(log_path(folder, name)) for name in names}
+        except OSError as error:
+            raise SetupError(f"log files cannot be written: {error}") from None
+
+    def add(self, name: str, path: Path) -> None:
+        """A file that the process `name` writes itself."""
+        log_path(self._folder, name).symlink_to(path)
+
+    def __call__(self, name: str, line: str) -> None:
+        self._files[name].handle(logging.makeLogRecord({"msg": line}))
+
+
+class _Lines(RotatingFileHandler):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing: the line is on the terminal, too."""
+
+
+def log_path(folder: str, name: str) -> Path:
+    """The log file of a service."""
+    return Path(folder, name.replace("/", "--") + SUFFIX)  # a name may end with that of a model, owner/name

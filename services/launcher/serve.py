@@ -44,7 +44,7 @@ ENVIRONMENT = {
         "DO_NOT_TRACK": "1",
         "LMCACHE_LOG_LEVEL": "ERROR",
         "CUDA_VISIBLE_DEVICES": "",
-    },
+    }
 }
 
 log = logging.getLogger("headrace.process")

@@ -14,15 +14,16 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from services.launcher.console import load
 from services.launcher.nats_server import is_free
+from shared import bodies
 from shared.config import DEFAULT_NATS_URL, Loaded
-from shared.errors import SetupError
-from shared.nats import access
-from shared.nats.interface import BusFault
+from shared.errors import SetupError, Unavailable
+from shared.nats import access, subjects
+from shared.nats.interface import Bus, BusFault, NoResponders, RequestTimeout
 from shared.nats.subjects import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
     from shared.nats.bus import NatsBus
 
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
-LOOK_S = 0.1  # between two looks whether a fleet is ready
+DECIDE_S = 5.0  # for a scheduler, which may decide upon the result of a step first: milliseconds
+STATUS_WAIT_S = 0.5  # a ready service answers in milliseconds, one that starts may need longer
+READY_POLL_S = 0.1  # between two looks whether a fleet is ready
+
+
+Facts = dict[str, Any]  # the answer of a service about itself
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
         if not is_announced:
             is_announced = True
             print("the fleet starts: waiting for it", file=sys.stderr, flush=True)
-        time.sleep(LOOK_S)
+        time.sleep(READY_POLL_S)
     note = note or next((run for run in runs(path) if run.nats_url), None)
     here = note if note is not None and settings.nats_url in ("", note.nats_url) else None
     if note is None and not settings.nats_url and loaded.origins["fleet"] != "default":
@@ -110,6 +117,40 @@ async def connected(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncGene
         yield bus
     finally:
         await bus.drain()
+
+
+async def services_of(target: Target, fleet: str) -> list[Facts]:
+    """The answers of the services of `fleet`, in pipeline order. Raises Unavailable without any."""
+    async with connected(target.nats_url) as bus:
+        return await answers_of(bus, fleet)
+
+
+async def answers_of(bus: Bus, fleet: str) -> list[Facts]:
+    """The same, over a connection."""
+    from shared.client.client import request_all
+
+    answers = await request_all(bus, subjects.STATUS, STATUS_WAIT_S)
+    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
+    if not services:
+        fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
+        raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
+    return services
+
+
+def _order(answer: Facts) -> tuple[int, str]:
+    from services.launcher.serve import KINDS
+
+    kind = str(answer.get("kind"))
+    return (KINDS.index(kind) if kind in KINDS else len(KINDS), f"{kind}.{answer.get('id')}")
+
+
+async def ask_scheduler(bus: Bus, kind: type[T], subject: str, body: str) -> T | None:
+    """The answer of a scheduler; None without one."""
+    try:
+        reply = await bus.request(subject, body.encode("utf-8", "replace"), timeout_us=int(DECIDE_S * 1e6))
+    except (NoResponders, RequestTimeout):
+        return None
+    return bodies.decode(kind, reply.data)
 
 
 def _print_denied(fault: BusFault) -> None:
@@ -164,7 +205,7 @@ def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
     folder, own = path_for(settings).parent, os.getpid()
     notes = (read(path) for path in sorted([*folder.glob("*.json"), *folder.glob("*.up")]))
     for note in notes:
-        if note is not None and note.pid != own and port in _ports_of(note):
+        if note and note.pid != own and port in {urlsplit(url).port for url in (note.page, note.nats_url)}:
             named = "" if note.fleet == "default" else f" --fleet {note.fleet}"
             return SetupError(
                 f"{error.message}. The fleet {note.fleet} runs here and has it (process {note.pid}): use it "
@@ -172,11 +213,6 @@ def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
                 "beside it with --fleet NAME --http 127.0.0.1:0"
             )
     return error
-
-
-def _ports_of(note: RunState) -> set[int]:
-    """The ports of its gateway and its nats-server."""
-    return {port for url in (note.page, note.nats_url) if (port := urlsplit(url).port)}
 
 
 @contextmanager

@@ -28,8 +28,8 @@ LINE_LIMIT_BYTES = 1024 * 1024
 KILL_GRACE_S = 3.0  # after the drain's time limit, for the services to end by themselves
 LAST_ERRORS_S = 0.6  # of it, for a group to send its clients errors, before the next group is stopped
 LAST_LINES_S = 1.0  # to read the last log lines of an ended process from its pipe
-TURN_S = 2.0  # for a service to log that it is ready: it takes 0.6 s of one core
-LOOK_S = 1.0  # between two checks for services that hang
+LOG_WAIT_S = 2.0  # for a service to log that it is ready: it takes 0.6 s of one core
+HANG_POLL_S = 1.0  # between two checks for services that hang
 
 LogLine = Callable[[str, str], None]  # service name, line
 
@@ -73,6 +73,9 @@ class Service:
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
+
+
+LOADED, ASLEEP, UNLOADED, CHANGING = "loaded", "asleep", "unloaded", "changing"  # states of a model here
 
 
 class ExecutorProcesses:
@@ -140,7 +143,7 @@ class Supervisor:
 
     async def start_in_turn(self, *, without: Collection[str]) -> None:
         """`start` for few cores: executors at once, since they take the longest; beside them the others one
-        by one, each after the first log line of the one before, or TURN_S."""
+        by one, each after the first log line of the one before, or LOG_WAIT_S."""
         self.start(without={s.spec.name for s in self.services if s.spec.kind != "executor"})
         idle = (s for s in self.services if s.task is None and not s.leaving.is_set())
         waiting = {s.spec.name for s in idle} - {*without}
@@ -149,7 +152,7 @@ class Supervisor:
                 waiting.remove(service.spec.name)
                 self.start(without=waiting | {*without})
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TURN_S):
+                    async with asyncio.timeout(LOG_WAIT_S):
                         await service.logged.wait()
 
     async def drain(
@@ -205,7 +208,7 @@ class Supervisor:
         """Kill services that hang, until cancelled. `silent_s(name, pid)` is the number of seconds for which
         that process has been hanging, or 0."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(HANG_POLL_S)
             for service in self.services:
                 if service.process is None or service.ended.is_set():
                     continue

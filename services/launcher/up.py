@@ -20,27 +20,27 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from services.launcher import (
     background,
     console,
-    host_agent,
+    credentials,
+    joining,
     leaf,
     nats_server,
     own_folder,
     session,
     supervisor,
 )
-from services.launcher.commands import auth
-from services.launcher.commands.logs import LogFiles
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.fork_server import UNBUFFERED, ForkServer
 from services.launcher.heartbeats import HANGS_S, HeartbeatNote, SilenceTimers, Watch, ticks_of
-from services.launcher.host_agent import HostAgent, Joined, MemoryRule
+from services.launcher.joining import Joined
 from services.launcher.nats_server import NatsServer, ServerLimits
-from services.launcher.own_folder import OwnFolder
+from services.launcher.own_folder import LogFiles, OwnFolder
 from services.launcher.serve import KINDS, check_settings
 from services.launcher.session import RunState
 from shared import codec
@@ -66,6 +66,9 @@ SHARED = (
     "kv_offload",
     "keeper",
 )  # shared by all models; a process of another kind serves one model
+AGENTS = {  # for operators: loads, sleeps and wakes of the models here
+    "models": "services.launcher.host_agent:HostAgent",
+}
 _FEW_CORES = 4
 _FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a first request gets all cores
 _TEXT = ("tokenizer", "detokenizer")
@@ -75,7 +78,7 @@ DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
 NOTICE_S = 2.0  # to publish the death of a service: later three heartbeats are missing
-ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
+MONITORING_WAIT_S = 1.5  # a healthy nats-server answers its monitoring port within this time
 CONNECT_S = 5.0  # to a nats-server on another continent
 OWN_CONNECT_S = 60.0  # to that of `up`, which runs, however busy the machine is
 
@@ -83,7 +86,7 @@ OWN_CONNECT_S = 60.0  # to that of `up`, which runs, however busy the machine is
 @dataclass(frozen=True, slots=True)
 class Flags:
     """What `up` is asked for beside its settings. Edges connect at `leaves`, HOST:PORT. With `join`, a URL,
-    it adds executors and a kv_offload to the fleet there (see host_agent.py). `schedulers`: of each model.
+    it adds executors and a kv_offload to the fleet there (see joining.py). `schedulers`: of each model.
     With `until_idle` it ends by itself (see background.py)."""
 
     leaves: str = ""
@@ -110,7 +113,7 @@ def up(
     if join:
         settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
     elif users is not None and not settings.http_keys:
-        settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
+        settings = settings.model_copy(update={"http_keys": str(credentials.keys_of(users))})
     if (settings.leaf or leaves) and (settings.nats_url or (settings.leaf and leaves)):
         raise SetupError(
             "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
@@ -137,13 +140,13 @@ def up(
     with _no_process_named(), ExitStack() as stack:
         server = None
         if not settings.nats_url:
-            extra = auth.authorization(users, settings.fleet) if users else ""
+            extra = credentials.authorization(users, settings.fleet) if users else ""
             extra += leaf.listen(leaves, users) if leaves else ""
             limits = _durable_limits(settings, must_be_durable=must_be_durable)
             settings = settings.model_copy(update={"durable": limits is not None})
             if settings.leaf:
                 names = (*models, *settings.model_names[1:])
-                account = auth.account_of(users)
+                account = credentials.account_of(users)
                 extra += leaf.remote(settings.leaf, names, has_users=bool(users), account=account)
                 limits = leaf.limits_of(settings.fleet, limits)
             if port := settings.port:
@@ -160,7 +163,11 @@ def up(
         joined = asyncio.run(_look(logins.of("executor"), settings, [*models])) if join else None
         if noted:
             raise KeyboardInterrupt
-        return asyncio.run(_run(settings, models, server, logins, joined, flags, forks))
+
+        async def run() -> int:  # in the loop of what it makes
+            return await _Up(settings, models, server, logins, joined, flags, forks).run()
+
+        return asyncio.run(run())
 
 
 def _note_signals() -> list[int]:
@@ -195,9 +202,9 @@ async def _look(url: str, settings: Settings, models: Sequence[str]) -> Joined:
     async with session.connected(url, CONNECT_S) as bus:
         readiness = Readiness(bus, settings.fleet)
         peers = await readiness.until(
-            lambda peers: host_agent.is_fleet_answering(peers, models), host_agent.FLEET_ANSWER_S
+            lambda peers: joining.is_fleet_answering(peers, models), joining.FLEET_ANSWER_S
         )
-        return host_agent.checked_fleet(peers, settings, models, access.shown(url))
+        return joining.checked_fleet(peers, settings, models, access.shown(url))
 
 
 def _durable_limits(settings: Settings, *, must_be_durable: bool) -> ServerLimits | None:
@@ -223,7 +230,7 @@ class _Logins:
 
     def of(self, name: str) -> str:
         """The URL for a service or the operator. Raises SetupError."""
-        return auth.url_of(self.users, name, self.url) if self.users else self.url
+        return credentials.url_of(self.users, name, self.url) if self.users else self.url
 
     def of_commands(self, joined: Joined | None) -> str:
         """The URL for this command and for others on this machine. A host that joins a fleet may have the
@@ -257,19 +264,6 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
     return found
 
 
-async def _run(
-    settings: Settings,
-    models: Mapping[str, str],
-    server: NatsServer | None,
-    logins: _Logins,
-    joined: Joined | None,
-    flags: Flags,
-    forks: ForkServer | None,
-) -> int:
-    running = _Up(settings, models, server, logins, joined, flags.schedulers, forks)
-    return await running.run(until_idle=flags.until_idle)
-
-
 class _Up:
     """One run: services, readiness, signals."""
 
@@ -280,12 +274,11 @@ class _Up:
         server: NatsServer | None,
         logins: _Logins,
         joined: Joined | None = None,
-        schedulers: int = 1,
+        flags: Flags = Flags(),
         forks: ForkServer | None = None,
     ) -> None:
-        """`models` by name; the first is that of the settings. An edge may have none. `schedulers`: of each
-        model."""
-        self._schedulers, self._forks = schedulers, forks
+        """`models` by name; the first is that of the settings. An edge may have none."""
+        self._flags, self._forks = flags, forks
         self._settings = settings
         self._models = models
         self._server = server
@@ -306,14 +299,10 @@ class _Up:
         self._supervisor.on_end = self._on_end
         self._executors = {name: self._executors_of(name) for name in models}
         if settings.awake_gib:
-            rule = MemoryRule(int(settings.awake_gib * 1024))
-            for name, executors in self._executors.items():
-                if why := rule.why_not(name, executors.least_mib):
-                    raise SetupError(why)
-            for name in list(models)[1:]:
-                self._executors[name].stop()  # not started before requests wait for it
+            for agent in AGENTS.values():
+                resolve_name(agent).share(self._executors, int(settings.awake_gib * 1024))
 
-    async def run(self, *, until_idle: bool = False) -> int:
+    async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -351,9 +340,10 @@ class _Up:
                 await ready
                 self._write_run_state()
                 if self._logins.can_operate:  # others may not ask for loads
-                    stack.callback(loop.create_task(self._serve_models()).cancel)
+                    for agent in AGENTS.values():
+                        stack.callback(loop.create_task(self._serve(agent)).cancel)
                 stack.callback(loop.call_later(_FIRST_ANSWER_S, self._supervisor.start).cancel)
-                if until_idle:
+                if self._flags.until_idle:
                     idle = loop.create_task(self._idle())
                     stack.callback(idle.cancel)
                     await asyncio.wait({signalled, idle}, return_when=asyncio.FIRST_COMPLETED)
@@ -371,11 +361,11 @@ class _Up:
             "keeper": int(s.durable),
             "kv_offload": int(bool(self._models)),
             "tokenizer": s.tokenizers,
-            "scheduler": self._schedulers,
+            "scheduler": self._flags.schedulers,
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
-        kinds = KINDS if self._joined is None else host_agent.JOINING_KINDS
+        kinds = KINDS if self._joined is None else joining.JOINING_KINDS
         specs = supervisor.service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
         of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
@@ -387,9 +377,12 @@ class _Up:
         specs.sort(key=lambda spec: KINDS.index(spec.kind))
         device, ranks = s.device_and_ranks
         if device != "cpu" and s.backend != "sim":
-            specs = host_agent.placed(specs, ranks, host_agent.seen(os.environ))
+            specs = joining.placed(specs, ranks, joining.seen(os.environ))
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
-        specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
+        specs = [
+            replace(s, argv=(*s.argv, "--heartbeats", self._watch.path(s.name)), env=self._env_of(s))
+            for s in specs
+        ]
         env = with_import_path({**os.environ, **s.to_env(), **UNBUFFERED})
         env["HEADRACE_LEAF"] = access.shown(s.leaf)  # no service needs the password
         env["HEADRACE_AWAITED_MODELS"] = ",".join(self._models)
@@ -420,20 +413,17 @@ class _Up:
         weights = 0 if settings.backend == "sim" else size_bytes(resolve(model, settings.cache_dir))
         return supervisor.ExecutorProcesses(self._supervisor, services, len(services) * weights >> 20)
 
-    async def _serve_models(self) -> None:
-        """Load, unload, sleep and wake, until cancelled."""
+    async def _serve(self, name: str) -> None:
+        """Run an agent until cancelled."""
         bus = await self._connect()
         try:
             s = self._settings
             awake_mib = int(s.awake_gib * 1024)
             clock = SystemClock()
-            agent = HostAgent(bus, s.fleet, s.host_id, self._executors, awake_mib, clock, print_line)
+            agent = resolve_name(name)(bus, s.fleet, s.host_id, self._executors, awake_mib, clock, print_line)
             await agent.run()
         finally:
             await bus.drain()
-
-    def _argv_of(self, spec: supervisor.ServiceSpec) -> tuple[str, ...]:
-        return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
 
     def _env_of(self, spec: supervisor.ServiceSpec) -> dict[str, str]:
         page = self._pages.variables(spec.name)
@@ -446,7 +436,7 @@ class _Up:
         """The setting with the classes that tenants may use, for a tokenizer with credentials."""
         if spec.kind != "tokenizer" or self._logins.users is None or self._settings.tenant_classes:
             return {}
-        path = self._logins.users / "tokenizer" / auth.CLASSES
+        path = self._logins.users / "tokenizer" / credentials.CLASSES
         return {"HEADRACE_TENANT_CLASSES": str(path.resolve())} if path.exists() else {}
 
     async def _connect(self) -> NatsBus:
@@ -504,7 +494,7 @@ class _Up:
         if not self._http or self._curl:  # browsers open no Unix sockets
             return ""
         users = self._logins.users
-        key = auth.operator_key(users) if users is not None else ""
+        key = credentials.operator_key(users) if users is not None else ""
         return f"{self._http}/#key={key}" if key else f"{self._http}/"
 
     def _note(self, *, ready: bool) -> RunState:
@@ -659,7 +649,7 @@ async def watch_server(server: NatsServer, report: Callable[[str], None]) -> Non
     `keep_running` starts it again."""
     silences, disk = SilenceTimers(), nats_server.FullDisk(server.limits.store, report)
     while True:
-        await asyncio.sleep(supervisor.LOOK_S)
+        await asyncio.sleep(supervisor.HANG_POLL_S)
         pid = server.process.pid
         answer = await _health(server.monitoring_url)
         if disk.has_space_again(answer):
@@ -672,10 +662,10 @@ async def watch_server(server: NatsServer, report: Callable[[str], None]) -> Non
 
 
 async def _health(url: str) -> bytes:
-    """What the nats-server with its monitoring at `url` answers within ANSWER_S about itself."""
+    """What the nats-server with its monitoring at `url` answers within MONITORING_WAIT_S about itself."""
     where = urlsplit(url)
     with contextlib.suppress(OSError):
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(MONITORING_WAIT_S):
             reader, writer = await asyncio.open_connection(where.hostname, where.port)
             try:
                 writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
@@ -746,7 +736,8 @@ class Readiness:
 
     async def _answered(self, client: Client, model: str, report: Callable[[str], None]) -> str:
         while True:
-            await self._wait_for_heartbeats(model, report)
+            while gone := missing(self._peers, model):
+                await self._next_heartbeat(report, ", ".join(gone))
             try:
                 return await probe(client, model)
             except BadRequest:
@@ -800,10 +791,6 @@ class Readiness:
             self._listens = True
             await self._bus.subscribe(subjects.heartbeat_all(self._fleet), self._on_heartbeat)
             self._bus.publish(subjects.heartbeat_request(self._fleet), b"")
-
-    async def _wait_for_heartbeats(self, model: str, report: Callable[[str], None]) -> None:
-        while gone := missing(self._peers, model):
-            await self._next_heartbeat(report, ", ".join(gone))
 
     async def _next_heartbeat(self, report: Callable[[str], None], why: str) -> None:
         self._heartbeat_came.clear()

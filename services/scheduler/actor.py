@@ -22,6 +22,7 @@ from services.scheduler.state import policies, requests
 from services.scheduler.state.counters import StepSpan, step_spans, step_trace
 from services.scheduler.state.state import Limits, State
 from services.scheduler.state.waiting_queue import Quota, read_quotas
+from shared import bodies
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -235,7 +236,7 @@ class SchedulerActor(Actor):
         else:
             self._handle(requests.PolicySet(str(after)))
             log.info("the policy is %s now, it was %s", after, before)
-            answer = {"before": str(before), "after": str(after)}
+            answer = {**bodies.Change(before=str(before), after=str(after))}
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
     def _on_sleep(self, delivery: Delivery) -> None:
@@ -249,7 +250,7 @@ class SchedulerActor(Actor):
             answer = error_body(error)
         else:
             self._handle(event)
-            answer = {"executors": sleep.states(self._core.state)}
+            answer = {**bodies.SleepStates(executors=sleep.states(self._core.state))}
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
 

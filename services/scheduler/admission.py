@@ -300,7 +300,7 @@ def _is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool
         other = DECODE
     else:
         other, size = PREFILL, executor.hello.block_tokens
-        fits = len(head.tokens) <= executor.prompt_limit + len(prefix_cache.lookup(executor, head)) * size
+        fits = len(head.tokens) <= executor.prompts.limit + len(prefix_cache.lookup(executor, head)) * size
         if executor.role == DECODE and fits:
             return True
     others = (e for e in state.executors.values() if e.role == other and e is not executor)

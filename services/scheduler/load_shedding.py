@@ -291,7 +291,7 @@ def prompt_tokens(executor: Executor, level: int) -> int:
 
 def _must_stay(s: Sequence, level: int) -> bool:
     """Whether a request of this class cannot preempt the sequence."""
-    return s.level <= level or s.pinned
+    return s.level <= level or s.turn.pinned
 
 
 def _can_preempt_all(executor: Executor, level: int) -> bool:

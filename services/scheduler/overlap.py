@@ -229,9 +229,14 @@ ERRORS = 3  # mean errors of the cost model by which a step may end early
 
 
 def can_plan_later(state: State, executor: Executor) -> bool:
-    """True if the next step is not to be planned before `executor.due_us`. Some step is in flight."""
+    """True if the next step is not to be planned before `late_plan.due_us`. Some step is in flight."""
     running, pace, costs = executor.in_flight[0], executor.pace, executor.cost_model
-    if executor.due_us or len(executor.in_flight) > 1 or executor.hello.stages > 1 or not pace.lead_us:
+    if (
+        executor.late_plan.due_us
+        or len(executor.in_flight) > 1
+        or executor.hello.stages > 1
+        or not pace.lead_us
+    ):
         return False
     if costs.seen < SETTLED or running.predicted_us < SHORT_US or not costs.can_predict(running.shape):
         return False
@@ -240,20 +245,22 @@ def can_plan_later(state: State, executor: Executor) -> bool:
     due_us = _end_us(executor) - lead_us
     if due_us - state.now_us < lead_us:
         return False  # little would be gained
-    executor.due_us, executor.due_lead_us = due_us, lead_us
+    executor.late_plan.due_us, executor.late_plan.lead_us = due_us, lead_us
     return True
 
 
 def plan_due_us(state: State) -> int:
     """When the scheduler needs a Ticked, to plan a step in time; 0: it needs none."""
-    return min((e.due_us for e in state.executors.values() if e.due_us > state.now_us), default=0)
+    return min(
+        (e.late_plan.due_us for e in state.executors.values() if e.late_plan.due_us > state.now_us), default=0
+    )
 
 
 def plan_lead_us(state: State, executor: Executor) -> int:
     """How long before the predicted end of the step that runs the one that is planned now was due; 0 if none
     runs, or several. Where a step has just ended before the next one was due, that one counts."""
-    if executor.due_us and (executor.in_flight or executor.pace.last_us == state.now_us):
-        return executor.due_lead_us
+    if executor.late_plan.due_us and (executor.in_flight or executor.pace.last_us == state.now_us):
+        return executor.late_plan.lead_us
     if len(executor.in_flight) != 1 or not executor.in_flight[0].predicted_us:
         return 0
     return max(_end_us(executor) - state.now_us, 0)

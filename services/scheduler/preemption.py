@@ -183,7 +183,7 @@ def _preempt_until_fits(
     A resumed sequence is no victim before its first step. So no sequence is preempted twice within one event,
     and admission ends in any order of groups.
     """
-    others = [s for s in running if not (s.preemptions and s.opened_after == executor.step)]
+    others = [s for s in running if not (s.turn.preemptions and s.opened_after == executor.step)]
     candidates = _candidates(state, executor, others)
     blocks, slots = shortfall(state, executor, *groups)
     if len(candidates) < max(slots, 1):
@@ -196,7 +196,7 @@ def _preempt_until_fits(
     for victim in victims:
         if cede and _has_had_turn(state, victim):
             for s in executor.running:
-                s.ceded_preemptions += s is victim or s.parent is victim
+                s.turn.ceded += s is victim or s.parent is victim
         preempt(state, executor, victim, why, candidates)
         if max(shortfall(state, executor, *groups)) <= 0:
             break
@@ -208,7 +208,7 @@ def in_order(state: State, executor: Executor, candidates: list[Sequence]) -> li
     if state.limits.policy.priced and len(candidates) > 1:
         costs = RecomputeCost.of(executor)
         for s in candidates:
-            s.preempt_price = _price(executor, s, costs)
+            s.turn.price = _price(executor, s, costs)
     return state.limits.policy.function("victim")(candidates)  # type: ignore[no-any-return]  # as declared there
 
 
@@ -237,7 +237,7 @@ def _has_had_turn(state: State, s: Sequence) -> bool:
     """Since it resumed, the sequence has run for as long as it had waited, and has computed more than it had
     lost."""
     reach = max(s.most_computed, min(s.computed, len(s.tokens)))
-    return state.now_us >= s.turn_until_us and reach >= s.turn_tokens
+    return state.now_us >= s.turn.until_us and reach >= s.turn.tokens
 
 
 def _from_level(executor: Executor, level: int) -> list[Sequence]:
@@ -281,9 +281,9 @@ def preempt(state: State, executor: Executor, victim: Sequence, why: str, candid
     costs = RecomputeCost.of(executor)
     named = ", ".join(_describe(executor, s, costs) for s in candidates[:MAX_LISTED])
     for sequence in (victim, *children):
-        sequence.preemptions += 1
-        sequence.pinned = (
-            sequence.preemptions - sequence.ceded_preemptions >= PIN_AFTER_PREEMPTIONS
+        sequence.turn.preemptions += 1
+        sequence.turn.pinned = (
+            sequence.turn.preemptions - sequence.turn.ceded >= PIN_AFTER_PREEMPTIONS
             and not state.limits.policy.greedy
         )
         state.counters.preemptions += 1
@@ -297,7 +297,7 @@ def preempt(state: State, executor: Executor, victim: Sequence, why: str, candid
             reload_us=_reload_us(executor, sequence),
             recompute_us=costs.tokens_us(0, min(sequence.computed, len(sequence.tokens))),
             computed=min(sequence.computed, len(sequence.tokens)),
-            preemptions=sequence.preemptions,
+            preemptions=sequence.turn.preemptions,
             free=executor.pool.free_blocks,
             fenced=executor.pool.fenced_blocks,
         )
@@ -327,7 +327,7 @@ def _stable_blocks(executor: Executor, sequence: Sequence) -> int:
 def _candidates(state: State, executor: Executor, running: list[Sequence]) -> list[Sequence]:
     """The preemptible ones of `running`: if possible those that free a block and did not just resume."""
     all_of = [s for s in running if _is_preemptible(s)]
-    unspared = [s for s in all_of if s.protected_until_us <= state.now_us]
+    unspared = [s for s in all_of if s.turn.protected_until_us <= state.now_us]
     refs = executor.pool.refs
     frees = [s for s in unspared if s.reserved or (s.table and refs[s.table[-1]] == 1)]
     return frees or unspared or all_of
@@ -336,12 +336,13 @@ def _candidates(state: State, executor: Executor, running: list[Sequence]) -> li
 def _is_preemptible(s: Sequence) -> bool:
     """A choice that waits for its parent's prompt is preempted with the parent. A sequence with a load job
     would waste the load."""
-    return not s.pinned and s.parent is None and not s.load_job
+    return not s.turn.pinned and s.parent is None and not s.copies.load_job
 
 
 def _describe(executor: Executor, s: Sequence, costs: RecomputeCost) -> str:
     pool = executor.pool
-    text = f"seq {s.seq} ({s.request.tokenized.slo_class}, {len(s.table)} blocks, {s.preemptions} preemptions"
+    slo_class, blocks, times = s.request.tokenized.slo_class, len(s.table), s.turn.preemptions
+    text = f"seq {s.seq} ({slo_class}, {blocks} blocks, {times} preemptions"
     if not pool.write_back:
         return text + ")"
     below = sum(block in pool.clean for block in s.table)
@@ -387,7 +388,7 @@ STEP_DIVIDES = 512
 def reservations(state: State, executor: Executor, group: SequenceGroup) -> list[int]:
     """Blocks to reserve for each sequence of a group. All share the full prompt blocks of the first."""
     block_tokens, head = executor.hello.block_tokens, group.sequences[0]
-    blocks_for_sequence = reserve if head.pinned else state.limits.policy.function("reservation")
+    blocks_for_sequence = reserve if head.turn.pinned else state.limits.policy.function("reservation")
     if len(group.sequences) == 1:
         return [blocks_for_sequence(len(head.tokens), head.max_length, block_tokens)]
     shared = len(head.tokens) // block_tokens
@@ -557,7 +558,7 @@ class RecomputeCost:
     @classmethod
     def after_admission(cls, executor: Executor, sequence: Sequence) -> RecomputeCost:
         """For a sequence that has just been admitted: the sequences before it decode by then."""
-        before = [s for s in executor.running if s is not sequence and not s.load_job]
+        before = [s for s in executor.running if s is not sequence and not s.copies.load_job]
         cached = sum(max(s.computed, s.opened_length) for s in before)
         base = StepShape(len(before), len(before), cached + len(before), cached)
         return cls._with_base(executor, base, executor.cost_model.predict_us(base) if base.rows else 0)
@@ -639,12 +640,12 @@ def on_resume(state: State, executor: Executor, sequence: Sequence, group: Seque
     if not group.resumes:
         return
     lost = max(0, min(sequence.most_computed, len(sequence.tokens) - 1) - sequence.computed)
-    sequence.turn_until_us = 2 * state.now_us - group.queued_us
-    sequence.turn_tokens = sequence.most_computed + max(lost, 1)
+    sequence.turn.until_us = 2 * state.now_us - group.queued_us
+    sequence.turn.tokens = sequence.most_computed + max(lost, 1)
     cost_us = RecomputeCost.of(executor).tokens_us(sequence.computed, lost)
     if not state.limits.policy.greedy:
-        sequence.protected_until_us = state.now_us + max(PROTECTED_US, PROTECTED_TIMES * cost_us)
-    if not sequence.load_job:
+        sequence.turn.protected_until_us = state.now_us + max(PROTECTED_US, PROTECTED_TIMES * cost_us)
+    if not sequence.copies.load_job:
         start_debt(executor, sequence)
 
 
@@ -655,8 +656,8 @@ def start_debt(executor: Executor, sequence: Sequence) -> None:
     if 0 < lost <= sequence.most_computed - sequence.computed:
         costs = RecomputeCost.after_admission(executor, sequence)
         # one more: the last token, from which the next is sampled
-        sequence.recompute_debt_us = costs.tokens_us(sequence.computed, lost + 1)
-        sequence.recompute_paid_us = 0
+        sequence.debt.owed_us = costs.tokens_us(sequence.computed, lost + 1)
+        sequence.debt.paid_us = 0
 
 
 def pay_debt(state: State, executor: Executor, flight: InFlight, took_us: int) -> None:
@@ -666,28 +667,28 @@ def pay_debt(state: State, executor: Executor, flight: InFlight, took_us: int) -
     indebted = [
         (s, row)
         for row, (s, _) in enumerate(flight.chunks, first)
-        if s.recompute_debt_us and s.opened_after < flight.step
+        if s.debt.owed_us and s.opened_after < flight.step
     ]
     if not indebted:
         return
     chunk_tokens = sum(plan.counts[first:])
     price_us = max(0, took_us - without_chunks_us(executor, flight))
     for sequence, row in indebted:
-        sequence.recompute_paid_us += price_us * plan.counts[row] // max(chunk_tokens, 1)
+        sequence.debt.paid_us += price_us * plan.counts[row] // max(chunk_tokens, 1)
         if plan.starts[row] + plan.counts[row] >= sequence.opened_length:
             _close_debt(state, sequence)
 
 
 def _close_debt(state: State, sequence: Sequence) -> None:
-    state.counters.add_recompute(sequence.recompute_paid_us, sequence.recompute_debt_us)
+    state.counters.add_recompute(sequence.debt.paid_us, sequence.debt.owed_us)
     sequence.record_decision(
         state.now_us,
         "recomputed",
         "its lost tokens are computed again",
-        predicted_us=sequence.recompute_debt_us,
-        took_us=sequence.recompute_paid_us,
+        predicted_us=sequence.debt.owed_us,
+        took_us=sequence.debt.paid_us,
     )
-    sequence.recompute_debt_us = 0
+    sequence.debt.owed_us = 0
 
 
 def without_chunks_us(executor: Executor, flight: InFlight) -> int:

@@ -62,7 +62,7 @@ def plan_next(state: State, executor: Executor) -> bool:
     if len(executor.in_flight) >= depth:
         executor.settled = executor.changes
         return False
-    if executor.in_flight and executor.due_us > state.now_us:
+    if executor.in_flight and executor.late_plan.due_us > state.now_us:
         return False
     if mode == "run_ahead" and is_room_coming(state, executor):
         return False
@@ -135,7 +135,7 @@ def ready_rows(
     elif executor.host_fed:
         decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
     # a sequence that waits for a parent, a load or a grammar lacks prompt tokens: it is never in `decodes`
-    return decodes, [s for s in others if s.parent is None and not s.load_job and not s.needs_grammar]
+    return decodes, [s for s in others if s.parent is None and not s.copies.load_job and not s.needs_grammar]
 
 
 def must_move(state: State, sequence: Sequence) -> bool:
@@ -273,9 +273,9 @@ def _add_chunk(
     sequence.steps += 1
     sequence.prefill_chunks += 1
     if not sequence.generated:
-        executor.prompt_tokens += count
+        executor.prompts.tokens += count
         if not sequence.is_prefilling:
-            executor.prompt_squares += max(sequence.prompt_tokens - sequence.cached_tokens, 1) ** 2
+            executor.prompts.squares += max(sequence.prompt_tokens - sequence.cached_tokens, 1) ** 2
     prefix_cache.register(executor, sequence, sequence.computed)
     if sequence.is_prefilling:
         return
@@ -317,7 +317,7 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
         executor.cost_model.predict_us(shape) if executor.cost_model.seen >= overlap.MIN_SEEN else 0
     )
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
-    flight.lead_us, executor.due_us = overlap.plan_lead_us(state, executor), 0
+    flight.lead_us, executor.late_plan.due_us = overlap.plan_lead_us(state, executor), 0
     if not executor.in_flight:
         executor.pace.on_planned(state.now_us)
     executor.in_flight.append(flight)
@@ -451,13 +451,13 @@ def is_room_coming(state: State, executor: Executor) -> bool:
     loop_us, pool = executor.cost_model.loop_us, executor.pool
     if not loop_us or not pool.fenced_slots or not any(executor.running_by_class[group.level + 1 :]):
         return False
-    if executor.held_step == executor.step:
+    if executor.hold.step == executor.step:
         return True
-    if state.now_us - executor.held_us < HELD_LOOPS * loop_us:
+    if state.now_us - executor.hold.since_us < HELD_LOOPS * loop_us:
         return False
     if max(preemption.shortfall(state, executor, group)) > 0:
         return False
-    executor.held_step, executor.held_us = executor.step, state.now_us
+    executor.hold.step, executor.hold.since_us = executor.step, state.now_us
     return True
 
 
@@ -471,7 +471,7 @@ def are_copies_ending(state: State, executor: Executor, short_rows: int) -> bool
     runs_us = sum(flight.predicted_us for flight in flights)
     end_us = max(pace.last_us, flights[0].planned_us) + runs_us - OVERDUE * loop_us
     blocks_wanted = short_rows > 0 or bool(state.blocked_on)
-    loads = {s.load_job for s in executor.running if s.load_job}
+    loads = {s.copies.load_job for s in executor.running if s.copies.load_job}
     for job in state.tiers.jobs.values():
         if job.number in loads:
             over_us = job.began_us + OVERDUE * job.predicted_us

@@ -14,8 +14,10 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Any
 
-from services.tokenizer.aliases import UNSURE, AliasNames
+from services.tokenizer import intake, prepare
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import (
     Command,
@@ -28,25 +30,7 @@ from services.tokenizer.core import (
     Tick,
     TokenizerCore,
 )
-from services.tokenizer.intake import (
-    TENANT,
-    Arrival,
-    Arrivals,
-    BackgroundEncoder,
-    PendingRequest,
-    TenantQueue,
-    key_of,
-)
-from services.tokenizer.prepare import (
-    Prepared,
-    SamplingDefaults,
-    ServedModel,
-    Submission,
-    prepared,
-    sampling_defaults,
-)
-from services.tokenizer.queries import STANDS_BY, Checks, Queries, refuse
-from services.tokenizer.standby import TURN_US, Standby
+from services.tokenizer.queries import Checks, Queries, refuse
 from services.tokenizer.template_probe import NOT_READ, UNKNOWN
 from shared.actor import membership
 from shared.actor.mailbox import Mailbox
@@ -58,7 +42,7 @@ from shared.config import Settings, WatchedFile
 from shared.errors import Overloaded, PayloadTooLarge
 from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
 from shared.nats import access, subjects
-from shared.nats.interface import Bus, BusFault, Delivery, Subscription
+from shared.nats.interface import Bus, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
 from shared.telemetry.counters import Counted, TokenizerCounter, in_status, lately, points
@@ -68,6 +52,10 @@ from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 
+PARTS = {  # requests to aliases; copies of the requests of others, for a takeover
+    "aliases": "services.tokenizer.aliases:AliasNames",
+    "standby": "services.tokenizer.standby:StandbyShell",
+}
 TICK_S = 0.1
 LONG_BYTES = 16_384  # 10 to 50 ms of work: longer requests are prepared on a thread
 # Each request arrives up to three times: at its owner, as a copy, and for the group of any model. The last
@@ -83,7 +71,7 @@ class TokenizerActor(Actor):
 
     def __init__(
         self,
-        model: ServedModel,
+        model: prepare.ServedModel,
         classes: TenantClasses | None = None,
         give_up_us: int = membership.MIN_DETECTION_US,
         replicas: int = 1,
@@ -99,64 +87,78 @@ class TokenizerActor(Actor):
         self._classes = classes or TenantClasses()
         self._core = TokenizerCore(model, give_up_us)
         self._edge = edge
-        self._standby = Standby()
-        self._taken_over = 0
-        self._started = False
+        self._standby: list[Any] = []
+        self._aliases: list[Any] = []
+        self._started = self._listens = False
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
-        self._standing: asyncio.Task[None] | None = None
         self._second: Bus  # for messages that may be read later
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._table = Aliases(mailbox.clock.now_us)
         self._unheard = Rarely(log, mailbox.clock)
-        self._background = BackgroundEncoder(self._model, self._done, mailbox.clock, self._core.cancels)
+        self._background = intake.BackgroundEncoder(
+            self._model, self._done, mailbox.clock, self._core.cancels
+        )
         self._started = True
         self._handle(schedulers(mailbox.peers, self._name))
         subscribe = mailbox.bus.subscribe
-        self._arrivals = Arrivals(self._see, mailbox.clock.now_us)
-        self._tenant_queue = TenantQueue(self._take, self._is_over_share)
+        self._arrivals = intake.Arrivals(self._see, mailbox.clock.now_us)
+        self._tenant_queue = intake.TenantQueue(self._take, self._is_over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
-        self._second.on_fault(_log_fault)
-        copies = self._arrivals.on_copy
-        aliases = AliasNames(mailbox, self._table, self._second, copies, self._model.names)
-        self._aliases, forward, load = aliases, aliases.forward, aliases.load
-        await aliases.start(self._replicas)
-        self._queries = Queries(
-            mailbox, self._model, self._context, self._second, self._table, forward, load, edge=self._edge
+        self._second.on_fault(
+            lambda fault: log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
         )
+        copies, names = self._arrivals.on_copy, self._model.names
+        self._aliases = part("aliases", mailbox, self._table, self._second, copies, names)
+        for aliases in self._aliases:
+            await aliases.start(self._replicas)
+        self._queries = Queries(
+            mailbox, self._model, self._context, self._second, self._table, self._aliases, edge=self._edge
+        )
+        self._standby = part("standby", mailbox, self._name, self._own, self._is_ours, self._arrivals)
         self._checks = Checks(mailbox, self._model, self._classes.of)
         await self._queries.check_names()
         requests = [subjects.generate_any_tenant(name) for name in self._model.names]
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             *await self._checks.listen(),
-            *[await self._second.subscribe(asked, copies) for asked in requests],
+            *[await self._second.subscribe(asked, copies) for asked in requests if self._standby],
             *[await subscribe(asked, self._arrivals.on_request, queue="tokenizer") for asked in requests],
-            *await aliases.listen(self._queries.roots, self._queries.is_served, edge=self._edge),
+            *[
+                listening
+                for aliases in self._aliases
+                for listening in await aliases.listen(
+                    self._queries.roots, self._queries.is_served, edge=self._edge
+                )
+            ],
             # Last: a tokenizer that answers these must receive requests.
             *await self._queries.listen(self._awaited),
         ]
         await self._second.flush()
-        self._standing = asyncio.get_running_loop().create_task(self._stand_by())
+        self._listens = True
+        for standby in self._standby:
+            standby.start()
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if isinstance(message, Accepted | Rejected):
             self._handle(message)
         elif isinstance(message, Claims):
-            self._standby.on_claims(source, message, self._mailbox.clock.now_us())
+            for standby in self._standby:
+                standby.on_claims(source, message)
         else:
             log.error("%s of %s is not for a tokenizer", type(message).__name__, source)
 
     def on_restart(self, source: str) -> None:
-        self._standby.on_gone(source)
+        for standby in self._standby:
+            standby.on_gone(source)
 
     def on_stream_lost(self, source: str) -> None:
-        self._standby.on_gone(source)
+        self.on_restart(source)
 
     def on_peer_gone(self, peer: membership.Peer) -> None:
-        self._standby.on_gone(peer.source)
+        self.on_restart(peer.source)
         self._on_peer(peer)
 
     def on_peer(self, peer: membership.Peer) -> None:
@@ -166,19 +168,19 @@ class TokenizerActor(Actor):
 
     def upkeep(self) -> None:
         self._classes.refresh()
-        if self._standing is not None:  # started
+        if self._listens:
             self._table.catch_up(self._queries.newest(STAMP))
-            self._aliases.upkeep()
+            for part in (*self._aliases, *self._standby):
+                part.upkeep()
         self._handle(loads(self._mailbox.peers, self._name))
-        for task in (self._ticking, self._standing):
-            if task is not None and task.done():
-                task.result()  # a failed tick fails the actor, as a failed handler does
+        if self._ticking is not None and self._ticking.done():
+            self._ticking.result()  # a failed tick fails the actor, as a failed handler does
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = (
             ("context", self._context()),
             ("model_context", self._model.max_context),
-            (STANDS_BY, 1),
+            (intake.STANDS_BY, len(self._standby)),
             (STAMP, self._table.stamp),
             (membership.VOCABULARY, self._vocabulary),
             (membership.TOKENS, membership.vocabulary_number(self._model.vocabulary.tokens_digest)),
@@ -196,8 +198,8 @@ class TokenizerActor(Actor):
         core = self._core
         return {
             TokenizerCounter.PENDING: self._pending,
-            TokenizerCounter.COPIES: len(self._standby),
-            TokenizerCounter.TAKEN_OVER: self._taken_over,
+            TokenizerCounter.COPIES: sum(map(len, self._standby)),
+            TokenizerCounter.TAKEN_OVER: sum(standby.taken_over for standby in self._standby),
             TokenizerCounter.REQUESTS: core.requests,
             TokenizerCounter.FAILED: core.failed,
             TokenizerCounter.UNAVAILABLE: core.unavailable,
@@ -211,8 +213,8 @@ class TokenizerActor(Actor):
             "sampling": str(self._model.defaults),
             "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
             "calls": self._model.template.skills(with_tools=True).calls_are,
-            "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
-            "removed": self._aliases.removed if self._standing is not None else {},
+            "models_here": sorted(self._queries.served()) if self._listens else [],
+            "removed": {name: age_s for part in self._aliases for name, age_s in part.removed.items()},
             **in_status(self._counted),
         }
 
@@ -222,18 +224,17 @@ class TokenizerActor(Actor):
         await self._arrivals.drain()
         await self._tenant_queue.drain()
         await self._background.drain()
-        await self._queries.drain()
-        await self._aliases.drain()
-        await self._checks.drain()
+        for each in (self._queries, *self._aliases, self._checks):
+            await each.drain()
         if self._ticking is not None:  # ends when nothing is pending
             await self._ticking
-        while len(self._standby) and self._others():  # noqa: ASYNC110 - until the others are done
-            await asyncio.sleep(TURN_US / 1e6)
-        self._send_claims()
+        for standby in self._standby:
+            await standby.drain()
 
     async def stop(self) -> None:
-        if self._standing is not None:
-            self._standing.cancel()
+        for standby in self._standby:
+            standby.stop()
+        if self._listens:
             await self._second.drain()
 
     # ---- internals ------------------------------------------------------------------------------
@@ -276,11 +277,11 @@ class TokenizerActor(Actor):
                 if isinstance(message, Tokenized):
                     message = dataclasses.replace(message, sent_wall_us=self._mailbox.clock.wall_us())
                 self._send(command.scheduler, message, command.trace)
-            elif isinstance(command, RequestDone):
-                self._standby.on_done(command.key, self._mailbox.clock.now_us())
-            else:
+                continue
+            if not isinstance(command, RequestDone):
                 refuse(self._mailbox, self._name, command)
-                self._standby.on_done(command.key, self._mailbox.clock.now_us())
+            for standby in self._standby:
+                standby.on_done(command.key)
 
     def _send(self, scheduler: str, message: Tokenized | Cancel, trace: str) -> None:
         try:
@@ -289,7 +290,7 @@ class TokenizerActor(Actor):
             if isinstance(message, Tokenized):
                 self._handle(rejection(message, error.code, error.message))
 
-    def _see(self, arrival: Arrival) -> None:
+    def _see(self, arrival: intake.Arrival) -> None:
         """Own a request from the queue group, or keep it as a copy."""
         delivery, received_us, copied = arrival
         if not access.can_answer(self._mailbox.bus, delivery):
@@ -302,18 +303,20 @@ class TokenizerActor(Actor):
         elif subjects.names_in(delivery.subject) is not None:  # else the group of every model refuses it
             clock = self._mailbox.clock
             received_wall_us = clock.wall_us() - (clock.now_us() - received_us)
-            pending = PendingRequest(delivery, key_of(delivery), received_us, received_wall_us)
+            pending = intake.PendingRequest(delivery, intake.key_of(delivery), received_us, received_wall_us)
             if copied:
-                pending.unsure = delivery.headers.get(UNSURE, "")
-                self._standby.copy(pending, received_us)
-            elif not self._standby.is_done_elsewhere(pending):
+                pending.unsure = delivery.headers.get(intake.UNSURE, "")
+                for standby in self._standby:
+                    standby.copy(pending)
+            elif not any(standby.is_done_elsewhere(pending) for standby in self._standby):
                 self._own(pending)
 
-    def _own(self, pending: PendingRequest) -> None:
+    def _own(self, pending: intake.PendingRequest) -> None:
         """Put a request of this tokenizer into the tenant queue."""
         delivery = pending.delivery
         pending.request_id = pending.request_id or secrets.token_urlsafe(16)
-        self._standby.own(pending)
+        for standby in self._standby:
+            standby.own(pending)
         try:
             self._tenant_queue.put(pending)
         except Overloaded as error:
@@ -323,15 +326,15 @@ class TokenizerActor(Actor):
     def _is_over_share(self, tenant: str) -> bool:
         return self._core.is_over_share(subjects.untoken(tenant), self._mailbox.clock.now_us())
 
-    def _take(self, pending: PendingRequest) -> None:
+    def _take(self, pending: intake.PendingRequest) -> None:
         """Prepare the next request, in the background if it is long."""
         delivery, clock = pending.delivery, self._mailbox.clock
-        if self._others() and self._standby.give_way(pending, clock.now_us()):
+        if any(standby.give_way(pending) for standby in self._standby):
             return
         tracer, given = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
-        tenant = subjects.name_at(delivery.subject, TENANT)
-        submission = Submission(
+        tenant = subjects.name_at(delivery.subject, intake.TENANT)
+        submission = prepare.Submission(
             tenant=tenant,
             inbox=delivery.reply,
             body=delivery.data,
@@ -351,63 +354,34 @@ class TokenizerActor(Actor):
             run=run_of(delivery.headers),
         )
         if len(delivery.data) <= LONG_BYTES:
-            self._done(prepared(submission, self._model, self._core.cancels))
+            self._done(prepare.prepared(submission, self._model, self._core.cancels))
             return
         try:
             self._background.put(submission)
         except Overloaded as error:
             self._handle(submission.prepared(submission.fresh_id, error))
 
-    def _done(self, ready: Prepared) -> None:
-        """Pass a prepared request to the core. The others must first receive an id drawn here: after a
-        takeover they would draw another one."""
-        if self._standby.is_unannounced(ready.key, ready.request):
-            self._send_claims()
+    def _done(self, ready: prepare.Prepared) -> None:
+        """Pass a prepared request to the core, once the others have an id drawn here."""
+        for standby in self._standby:
+            standby.announce(ready.key, ready.request)
         self._handle(ready)
 
-    # ---- for the other tokenizers ---------------------------------------------------------------
-
-    def _others(self, *, draining: bool = False) -> list[str]:
-        """The ids of the other ready (or `draining`) tokenizers of this model that send Claims."""
-        peers, kind = self._mailbox.peers, self.kind
-        ids = peers.ready(kind, self._name) + (peers.draining(kind, self._name) if draining else [])
-        found = (peers.get(f"{kind}.{actor}") for actor in ids)
-        others = (peer for peer in found if peer is not None and peer.source != self._mailbox.source)
-        return [peer.heartbeat.actor for peer in others if (STANDS_BY, 1) in peer.heartbeat.load]
-
-    async def _stand_by(self) -> None:
-        while True:
-            self._turn()
-            await asyncio.sleep(TURN_US / 1e6)
-
-    def _turn(self) -> None:
-        """Send claims to the others, and take over their lost requests."""
-        self._send_claims()
-        now_us, others = self._mailbox.clock.now_us(), self._others()
-        if self._mailbox.peers.is_cut_off(self._mailbox.source, now_us):
-            self._standby.pardon(now_us)
-        ids = sorted([self._mailbox.actor, *others])
-        late = self._standby.overdue(self._mailbox.actor, ids, now_us)
-        for pending in late:
-            if pending.owners or (  # else another fleet, or a former model of an alias, may have it
-                self._queries.are_all_ours(ids)
-                and (not pending.unsure or self._table.is_settled(pending.unsure, pending.received_us))
-            ):
-                log.warning("took over a request of %s", pending.owner or "another tokenizer")
-                self._taken_over += 1
-                pending.owners = max(pending.owners, 1)
-                self._own(pending)
-        if late:
-            self._send_claims()
-
-    def _send_claims(self) -> None:
-        if (claims := self._standby.report(busy=bool(len(self._arrivals)))) is not None:
-            for actor in self._others(draining=True):  # a draining one takes over unclaimed requests, too
-                self._mailbox.send(f"{self.kind}.{actor}", claims)
+    def _is_ours(self, pending: intake.PendingRequest, ids: Sequence[str]) -> bool:
+        """False if another fleet than that of the tokenizers `ids`, or a former model of an alias, may have
+        this request."""
+        return self._queries.are_all_ours(ids) and (
+            not pending.unsure or self._table.is_settled(pending.unsure, pending.received_us)
+        )
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
             self._handle(Cancel(tenant=names[0], request=names[1]))
+
+
+def part(name: str, *given: object) -> list[Any]:
+    """The part of this name, made of what is `given`; none if PARTS lacks its line."""
+    return [resolve_name(PARTS[name])(*given)] if name in PARTS else []
 
 
 def schedulers(peers: membership.Peers, model: str, news: membership.Peer | None = None) -> Schedulers:
@@ -467,21 +441,21 @@ class TenantClasses:
             self._file.refresh()
 
 
-def _log_fault(fault: BusFault) -> None:
-    log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
-
-
-def load_model(settings: Settings) -> ServedModel:
+def load_model(settings: Settings) -> prepare.ServedModel:
     """The vocabulary and template of the configured model, warmed up. Raises SetupError if the model is
     missing or of an unknown family."""
     files = resolve(settings.model, settings.cache_dir)
     vocabulary = load_vocabulary(files)
-    defaults = sampling_defaults(files) if settings.generation_config == "auto" else SamplingDefaults()
+    defaults = (
+        prepare.sampling_defaults(files)
+        if settings.generation_config == "auto"
+        else prepare.SamplingDefaults()
+    )
     for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
     name, *aliases = served_names(settings)
     template, form = _template_of(name, vocabulary, settings.answer_format)
-    return ServedModel(
+    return prepare.ServedModel(
         name=name,
         aliases=tuple(aliases),
         vocabulary=vocabulary,

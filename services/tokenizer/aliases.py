@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from services.tokenizer.intake import key_of
+from services.tokenizer.intake import UNSURE, key_of
 from shared.actor.mailbox import Mailbox
 from shared.aliases import HEADER, MAX_ALIASES, Alias, Aliases, read_targets
 from shared.api import REQUEST_ID
@@ -29,12 +29,11 @@ from shared.replies import error_reply, to_json
 log = logging.getLogger("headrace.tokenizer")
 
 ASK_US = 1_000_000
-UNSURE = "unsure"  # in the headers of a copy, with its alias; never sent
 STREAM = {
     "subjects": [subjects.ALIAS_ALL], "storage": "file", "max_msgs_per_subject": 1, "allow_direct": True,
     "allow_msg_ttl": True, "max_bytes": 4_194_304,  # MAX_ALIASES with all their targets
 }  # fmt: skip
-LOOK_US = 10_000_000  # between two looks at the stream
+STREAM_POLL_US = 10_000_000  # between two looks at the stream
 DELETED_S = 86_400  # a deleted alias stays so long, for a tokenizer that was cut off meanwhile
 _ID = REQUEST_ID.strip("^$").encode()
 _JSON_ID = re.compile(rb'"request_id"\s*:\s*"(%b)"' % _ID)
@@ -109,7 +108,7 @@ class AliasNames:
         """Look now and then whether there are aliases that no stream has."""
         now_us = self._mailbox.clock.now_us()
         if self._table.every() and now_us >= self._looks_at_us:
-            self._looks_at_us = now_us + LOOK_US
+            self._looks_at_us = now_us + STREAM_POLL_US
             self._call(self._look())
 
     async def _look(self) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -164,7 +164,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._vocabulary.bos_token,
                 eos_token=self._vocabulary.eos_token,
-                strftime_now=_calendar(wall_us),
+                strftime_now=lambda form: datetime.fromtimestamp(wall_us / 1e6, UTC).strftime(form),
                 tools=tools,
                 documents=None,
             )
@@ -280,10 +280,6 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _calendar(wall_us: int) -> Callable[[str], str]:
-    return lambda form: datetime.fromtimestamp(wall_us / 1e6, UTC).strftime(form)
 
 
 _BETWEEN = "\n\n"  # between two messages in one turn

@@ -14,16 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.tokenizer import prepare
+from shared import errors
 from shared.actor.membership import MIN_DETECTION_US
-from shared.errors import (
-    BadRequest,
-    Cancelled,
-    DeadlineExceeded,
-    DuplicateRequest,
-    HeadraceError,
-    Unavailable,
-    from_code,
-)
 from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
@@ -43,11 +35,11 @@ MOST_ASKED = 2
 
 def _refused_field(code: int, asked: Tokenized) -> str | None:
     """The request field that a scheduler's refusal is about."""
-    if code == BadRequest.code and asked.pooling:
+    if code == errors.BadRequest.code and asked.pooling:
         return "input"
-    if code == BadRequest.code and asked.open_end:
+    if code == errors.BadRequest.code and asked.open_end:
         return "messages" if asked.format == "chat" else "prompt"
-    return {BadRequest.code: "max_tokens", DuplicateRequest.code: "request_id"}.get(code)
+    return {errors.BadRequest.code: "max_tokens", errors.DuplicateRequest.code: "request_id"}.get(code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +85,7 @@ class Fail:
 
     inbox: str
     request: str
-    error: HeadraceError
+    error: errors.HeadraceError
     trace: str = ""
     origin: prepare.Origin = prepare.NOWHERE
     key: int = 0  # as in Submission
@@ -191,18 +183,18 @@ class TokenizerCore:
     def _submit(self, submitted: prepare.Prepared, now_us: int) -> list[Command]:
         self.requests += 1
         tokenized = submitted.outcome
-        if isinstance(tokenized, HeadraceError):
+        if isinstance(tokenized, errors.HeadraceError):
             return [self._refuse(submitted, tokenized)]
         key, received_us = (tokenized.tenant, tokenized.request), submitted.received_us or now_us
         if self.cancels.has_cancelled(*key, received_us):
-            return [self._refuse(submitted, Cancelled(prepare.CANCELLED))]
+            return [self._refuse(submitted, errors.Cancelled(prepare.CANCELLED))]
         if now_us - received_us >= tokenized.timeout_us:
-            return [self._refuse(submitted, DeadlineExceeded(prepare.LATE))]
+            return [self._refuse(submitted, errors.DeadlineExceeded(prepare.LATE))]
         if (known := self._pending.get(key)) is not None:
             if known.tokenized.inbox == tokenized.inbox:  # a repetition, or two tokenizers took it over
                 return [RequestDone(submitted.key)] if submitted.key else []
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
-            return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
+            return [self._refuse(submitted, errors.DuplicateRequest(running, param="request_id"))]
         if not self._schedulers and now_us >= max(self._patient(), self._loading_until_us):
             return [self._refuse(submitted, self._no_scheduler())]
         self.prompt_tokens += len(tokenized.tokens)
@@ -210,7 +202,7 @@ class TokenizerCore:
         self._pending[key] = pending
         return [self._send_to_scheduler(pending, now_us)] if self._schedulers else []
 
-    def _refuse(self, submitted: prepare.Prepared, error: HeadraceError) -> Fail:
+    def _refuse(self, submitted: prepare.Prepared, error: errors.HeadraceError) -> Fail:
         self._count_failed(error)
         return Fail(
             submitted.inbox, submitted.request, error, submitted.trace, submitted.origin, submitted.key
@@ -245,7 +237,7 @@ class TokenizerCore:
         pending = self._on_answered(answer)
         if pending is None:
             return []
-        if answer.code == Unavailable.code:
+        if answer.code == errors.Unavailable.code:
             pending.refused_by, pending.refusal = (*pending.refused_by, pending.scheduler), answer.message
             others = set(self._schedulers) - set(pending.refused_by)
             grace_us = WAIT_US if now_us < self._loading_until_us else GRACE_US
@@ -253,7 +245,7 @@ class TokenizerCore:
                 self._pending[answer.tenant, answer.request] = pending
                 pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
                 return [self._send_to_scheduler(pending, now_us)] if others else []
-        error = from_code(answer.code, answer.message, answer.retry_after_ms)
+        error = errors.from_code(answer.code, answer.message, answer.retry_after_ms)
         error.param = _refused_field(answer.code, pending.tokenized)
         return [self._fail(pending, error)]
 
@@ -261,7 +253,7 @@ class TokenizerCore:
         """A scheduler may receive the client's Cancel before the request, so the Cancel is sent again."""
         key = (cancel.tenant, cancel.request)
         self.cancels.add(*key, now_us)
-        return self._give_up(key, Cancelled(prepare.CANCELLED)) if key in self._pending else []
+        return self._give_up(key, errors.Cancelled(prepare.CANCELLED)) if key in self._pending else []
 
     def _on_tick(self, now_us: int, cut_off: bool) -> list[Command]:
         """Send again, or give up. A tokenizer that is cut off or was stopped cannot judge the schedulers: its
@@ -274,9 +266,9 @@ class TokenizerCore:
                 pending.pending_us = now_us
             elif now_us - pending.received_us >= pending.tokenized.timeout_us:
                 if now_us >= self._caught_up_us:
-                    commands += self._give_up(key, DeadlineExceeded(prepare.LATE))
+                    commands += self._give_up(key, errors.DeadlineExceeded(prepare.LATE))
             elif now_us >= self._patient_with(pending, now_us):
-                refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
+                refusal = errors.Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
                 commands += self._give_up(key, refusal if pending.refusal else self._no_scheduler())
             elif pending.resend_us and now_us >= pending.resend_us:
                 if not pending.waits:
@@ -337,7 +329,7 @@ class TokenizerCore:
         left_us = max(1, pending.tokenized.timeout_us - waited_us)
         return dataclasses.replace(pending.tokenized, timeout_us=left_us, waited_us=waited_us)
 
-    def _give_up(self, key: Key, error: HeadraceError) -> list[Command]:
+    def _give_up(self, key: Key, error: errors.HeadraceError) -> list[Command]:
         """Answer the client, and cancel at the scheduler in case it got the request after all."""
         pending = self._remove(key)
         commands: list[Command] = [self._fail(pending, error)]
@@ -346,7 +338,7 @@ class TokenizerCore:
             commands.append(Send(pending.scheduler, cancel, pending.trace))
         return commands
 
-    def _fail(self, pending: _Pending, error: HeadraceError) -> Fail:
+    def _fail(self, pending: _Pending, error: errors.HeadraceError) -> Fail:
         self._count_failed(error)
         asked = pending.tokenized
         origin = prepare.Origin(
@@ -354,12 +346,12 @@ class TokenizerCore:
         )
         return Fail(asked.inbox, asked.request, error, pending.trace, origin, pending.key)
 
-    def _count_failed(self, error: HeadraceError) -> None:
+    def _count_failed(self, error: errors.HeadraceError) -> None:
         self.failed += 1
-        self.unavailable += error.code == Unavailable.code
+        self.unavailable += error.code == errors.Unavailable.code
 
-    def _no_scheduler(self) -> Unavailable:
-        return Unavailable(
+    def _no_scheduler(self) -> errors.Unavailable:
+        return errors.Unavailable(
             f"no scheduler answers for model {self._model.name!r}; see `headrace status`, or try again",
             retry_after_ms=RETRY_AFTER_MS,
         )

@@ -16,13 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from services.tokenizer.prepare import (
-    Cancels,
-    Prepared,
-    ServedModel,
-    Submission,
-    prepared,
-)
+from services.tokenizer.prepare import Cancels, Prepared, ServedModel, Submission, prepared
 from shared.clock import Clock, SystemClock
 from shared.errors import Overloaded
 from shared.fair_share import Turns, has_no_room
@@ -230,6 +224,8 @@ class BackgroundEncoder:
             gc.enable()
 
 
+STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer sends Claims
+UNSURE = "unsure"  # in the headers of a copy, with its alias; never sent
 MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest are dropped: they are likely done
 HASHED_BYTES = 16_384  # of a body
 

@@ -329,10 +329,10 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     """The request for the scheduler, from the `fields` of its body. Raises BadRequest, Forbidden, and
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields if "input" in fields else {**model.defaults.fields, **fields})
-    if not _is_for(request.model, submission.alias, model):
+    asked, alias = request.model, submission.alias
+    if asked not in (None, *model.names) and not (alias and asked and subjects.token(asked) == alias):
         raise errors.BadRequest(
-            f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
-            "one, or none",
+            f"the body asks for model {asked!r:.80}, its subject for {model.name!r}: send that one, or none",
             param="model",
         )
     timeout_us = model.default_timeout_us if request.timeout_s is None else int(request.timeout_s * 1e6)
@@ -415,11 +415,6 @@ def _for_vector(
         sampling=Sampling(temperature=0.0),
         pooling=request.dimensions or WHOLE_VECTOR,
     )
-
-
-def _is_for(asked: str | None, alias: str, model: ServedModel) -> bool:
-    """True if the model in a body agrees with the subject of the request."""
-    return asked in (None, *model.names) or (bool(alias and asked) and subjects.token(str(asked)) == alias)
 
 
 def _routing_key(tenant: str, request: Request | api.EmbeddingRequest, prompt: list[int]) -> str:

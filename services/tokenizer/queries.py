@@ -17,17 +17,15 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
-
 from services.tokenizer import prepare
 from services.tokenizer.core import WAIT_US, Fail
 from services.tokenizer.structured_output import grammar_of, read_tools
-from shared import codec, errors
+from shared import bodies, codec, errors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
 from shared.aliases import Alias, Aliases
@@ -42,7 +40,6 @@ from shared.telemetry.traces import COMPONENT, RequestRecord, SpanRecord, receiv
 
 log = logging.getLogger("headrace.tokenizer")
 
-STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer sends Claims
 MAX_QUESTION_BYTES = 65_536  # answered on the event loop within 0.2 s; longer ones on a thread
 MAX_QUESTIONS_BYTES = 16 * 1024 * 1024  # of long questions that wait: some five seconds
 MAX_LOOKING = 256  # unknown models at a time
@@ -65,20 +62,19 @@ class Queries:
         context: Callable[[], int],
         second: Bus,
         table: Aliases,
-        forward: Callable[[Delivery, str, str], bool],
-        load: Callable[[], Awaitable[None]],
+        parts: Sequence[Any],
         *,
         edge: bool = False,
     ) -> None:
-        """`context` of this fleet, tokens; `second`: connection for the requests for any model. `forward` and
-        `load` of AliasNames. `edge`: the centre answers for all other models, and may serve others under the
-        names of this one."""
+        """`context` of this fleet, tokens; `second`: connection for the requests for any model. `parts` may
+        forward a request to a name that no model has. `edge`: the centre answers for all other models, and
+        may serve others under the names of this one."""
         self._mailbox = mailbox
         self._second = second
         self._model = model
         self._context = context
         self._edge = edge
-        self._table, self._forward, self._load = table, forward, load
+        self._table, self._parts = table, parts
         self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
         self._known: dict[str, int] = {}  # last heartbeat of a tokenizer, by model
         self._unsure: dict[str, list[tuple[Delivery, str]]] = {}  # requests by model, with their tenants
@@ -124,7 +120,7 @@ class Queries:
             found = await self._mailbox.bus.request(subjects.MODELS, b"", timeout_us=LISTEN_US)
         except (NoResponders, RequestTimeout):
             return
-        for entry in from_json(found.data)["data"]:
+        for entry in bodies.decode(bodies.Models, found.data)["data"]:
             name, root = entry["id"], entry.get("root", entry["id"])
             if name in self._model.names and root != self._model.name:
                 other = f"of model {root!r}" if name != root else "of another model"
@@ -196,7 +192,7 @@ class Queries:
         if model in self._model.names:
             return
         try:
-            if self._forward(delivery, tenant, model):
+            if self._is_forwarded(delivery, tenant, model):
                 return
         except errors.PayloadTooLarge as error:  # with the header of an alias
             self._fail(delivery, error)
@@ -224,12 +220,16 @@ class Queries:
                     if not self._table.is_settled(model, self._mailbox.clock.now_us()):
                         self._unsure[model] += asked  # another tokenizer may not have ended this alias yet
                     continue
-                await self._load()  # JetStream may have been away at the start
+                for part in self._parts:
+                    await part.load()  # JetStream may have been away at the start
                 for delivery, tenant in asked:
-                    if not self._forward(delivery, tenant, model):
+                    if not self._is_forwarded(delivery, tenant, model):
                         self._refuse(delivery, tenant, model)
         finally:
             del self._unsure[model]
+
+    def _is_forwarded(self, delivery: Delivery, tenant: str, model: str) -> bool:
+        return any(part.forward(delivery, tenant, model) for part in self._parts)
 
     async def _has_listener(self, question: str) -> bool:
         """True if a process, busy or not, subscribes to the subject `question`."""
@@ -286,12 +286,10 @@ class Queries:
             for name in (heartbeat.model, *heartbeat.aliases):
                 if name in self._known or (name and len(self._known) < MAX_KNOWN):
                     self._known[name] = now_us
-            if self._awaited and self._opening is None and self._is_complete() and not self._edge:
+            late = now_us >= self._awaited_until_us
+            waits = self._awaited and self._opening is None and not self._edge
+            if waits and (late or self._awaited <= {*self.served()}):
                 self._opening = asyncio.get_running_loop().create_task(self._open())
-
-    def _is_complete(self) -> bool:
-        late = self._mailbox.clock.now_us() >= self._awaited_until_us
-        return late or self._awaited <= {*self.served()}
 
     def are_all_ours(self, ids: Sequence[str]) -> bool:
         """True if all tokenizers of this model, in any fleet on this server, are `ids` of this fleet."""

@@ -1,4 +1,5 @@
-"""`Standby` keeps copies of the requests of other tokenizers, to take them over if these die or hang. Pure.
+"""`Standby` keeps copies of the requests of other tokenizers, to take them over if these die or hang. Pure;
+`StandbyShell` connects it to the tokenizer.
 
 The broker delivers a request to one tokenizer of the queue group, its owner, and a copy to every tokenizer.
 Every TURN_US an owner sends Claims: the requests it has taken, and the done ones (accepted or refused).
@@ -15,11 +16,16 @@ tokenizer that detects its own stop treats arrivals as copies for SILENT_US, to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Sequence, Sized
 from typing import NamedTuple
 
-from services.tokenizer.intake import MAX_COPIES, MAX_COPY_BYTES, PendingRequest
+from services.tokenizer.intake import MAX_COPIES, MAX_COPY_BYTES, STANDS_BY, PendingRequest
+from shared.actor.mailbox import Mailbox
 from shared.messages import Claims, longs
+
+log = logging.getLogger("headrace.tokenizer")
 
 TURN_US = 250_000
 SILENT_US = 1_000_000  # silence of an owner before a takeover: far above a turn of a busy machine
@@ -183,3 +189,106 @@ class Standby:
     def _note_done(self, key: int, now_us: int) -> None:
         self._done.pop(key, None)
         self._done[key] = now_us
+
+
+class StandbyShell:
+    """The copies of one tokenizer, the claims to and from the others, and the takeovers."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        model: str,
+        own: Callable[[PendingRequest], None],
+        is_ours: Callable[[PendingRequest, Sequence[str]], bool],
+        unread: Sized,
+    ) -> None:
+        """`own` takes a request over. `is_ours`: whether one without a claim was for the tokenizers with
+        these ids. `unread`: requests that have arrived here."""
+        self._mailbox, self._model, self._unread = mailbox, model, unread
+        self._own, self._is_ours = own, is_ours
+        self._core = Standby()
+        self._now_us = mailbox.clock.now_us
+        self.taken_over = 0
+        self._standing: asyncio.Task[None] | None = None
+        self.own, self.is_done_elsewhere = self._core.own, self._core.is_done_elsewhere
+        self.on_gone = self._core.on_gone
+
+    def start(self) -> None:
+        """Look from now on what to take over."""
+        self._standing = asyncio.get_running_loop().create_task(self._stand_by())
+
+    def upkeep(self) -> None:
+        """A failed turn fails the actor, as a failed handler does."""
+        if self._standing is not None and self._standing.done():
+            self._standing.result()
+
+    async def drain(self) -> None:
+        """Return when the others are done with what is kept here."""
+        while len(self._core) and self._others():  # noqa: ASYNC110 - until the others are done
+            await asyncio.sleep(TURN_US / 1e6)
+        self._send_claims()
+
+    def stop(self) -> None:
+        """Take nothing over any more."""
+        if self._standing is not None:
+            self._standing.cancel()
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def copy(self, pending: PendingRequest) -> None:
+        """Keep a copy of a request of others."""
+        self._core.copy(pending, pending.received_us)
+
+    def on_claims(self, source: str, claims: Claims) -> None:
+        """The claims of another tokenizer."""
+        self._core.on_claims(source, claims, self._now_us())
+
+    def on_done(self, key: int) -> None:
+        """A request of this tokenizer is accepted by a scheduler, or refused."""
+        self._core.on_done(key, self._now_us())
+
+    def give_way(self, pending: PendingRequest) -> bool:
+        """Whether another tokenizer may have taken over this request, before it is prepared."""
+        return bool(self._others()) and self._core.give_way(pending, self._now_us())
+
+    def announce(self, key: int, request_id: str) -> None:
+        """Claim a request whose id was drawn here, unless that was done: after a takeover the others would
+        draw another one."""
+        if self._core.is_unannounced(key, request_id):
+            self._send_claims()
+
+    def _others(self, *, draining: bool = False) -> list[str]:
+        """The ids of the other ready (or `draining`) tokenizers of this model that send Claims."""
+        peers, kind = self._mailbox.peers, "tokenizer"
+        ids = peers.ready(kind, self._model) + (peers.draining(kind, self._model) if draining else [])
+        found = (peers.get(f"{kind}.{actor}") for actor in ids)
+        others = (peer for peer in found if peer is not None and peer.source != self._mailbox.source)
+        return [peer.heartbeat.actor for peer in others if (STANDS_BY, 1) in peer.heartbeat.load]
+
+    async def _stand_by(self) -> None:
+        while True:
+            self._turn()
+            await asyncio.sleep(TURN_US / 1e6)
+
+    def _turn(self) -> None:
+        """Send claims to the others, and take over their lost requests."""
+        self._send_claims()
+        now_us, others = self._now_us(), self._others()
+        if self._mailbox.peers.is_cut_off(self._mailbox.source, now_us):
+            self._core.pardon(now_us)
+        ids = sorted([self._mailbox.actor, *others])
+        late = self._core.overdue(self._mailbox.actor, ids, now_us)
+        for pending in late:
+            if pending.owners or self._is_ours(pending, ids):
+                log.warning("took over a request of %s", pending.owner or "another tokenizer")
+                self.taken_over += 1
+                pending.owners = max(pending.owners, 1)
+                self._own(pending)
+        if late:
+            self._send_claims()
+
+    def _send_claims(self) -> None:
+        if (claims := self._core.report(busy=bool(len(self._unread)))) is not None:
+            for actor in self._others(draining=True):  # a draining one takes over unclaimed requests, too
+                self._mailbox.send(f"tokenizer.{actor}", claims)

@@ -37,10 +37,7 @@ _SCHEMA = {  # `zqcount` is in calls alone
 }
 _NAME, _SECOND, _ODD_ROLE = "zqfunction", "zqsecond", "zqrole"
 PROBE_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": f"{name}about", "parameters": _SCHEMA},
-    }
+    {"type": "function", "function": {"name": name, "description": f"{name}about", "parameters": _SCHEMA}}
     for name in (_NAME, _SECOND)
 ]
 _MARKER_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # the start of a marker
@@ -198,11 +195,7 @@ class _Probe:
             return text
         ids = [call["id"] for call in called["tool_calls"]]
         return self._text(
-            [
-                _ASKED,
-                called,
-                *({"role": "tool", "content": "zqr", "tool_call_id": i} for i in ids),
-            ]
+            [_ASKED, called, *({"role": "tool", "content": "zqr", "tool_call_id": i} for i in ids)]
         )
 
     def form(self, skills: TemplateSkills, found: Format, *, fixed: bool) -> TemplateSkills:
@@ -277,7 +270,8 @@ class _Probe:
         more = {"tool_call_id": self._id(skills), "name": _NAME} if role == "tool" else {}
         after = [_ASKED] if role == "system" else []
         text = self._text([*openings[role], {"role": role, "content": parts, **more}, *after])
-        return text is not None and "zqfirst" in text and "zqlast" in text and not _is_dumped(text, "text")
+        dumped = text is not None and any(f"{quote}text{quote}" in text for quote in "'\"")
+        return text is not None and "zqfirst" in text and "zqlast" in text and not dumped
 
     def _has_text_after(self, before: list[Message], message: Message, after: Sequence[Message] = ()) -> bool:
         return self._has_texts(*before, message, *after)
@@ -310,10 +304,6 @@ class _Probe:
     @staticmethod
     def _id(skills: TemplateSkills, which: int = 0) -> str:
         return _IDS[skills.ids][which]
-
-
-def _is_dumped(text: str, key: str) -> bool:
-    return any(f"{quote}{key}{quote}" in text for quote in "'\"")
 
 
 def _likely(found: Format, text: str) -> list[Format]:

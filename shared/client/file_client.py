@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any, TypeVar
 
+from shared import bodies
 from shared.client.chunks import Content, read_chunks, send_chunks
 from shared.client.client import Client, error_of
 from shared.clock import Clock
@@ -56,8 +56,8 @@ class FileClient:
         content, subject = content_of(await self.request("show", {"id": file})), self._subject_of_read
 
         async def get(number: int) -> bytes:
-            data = json.dumps({"id": file, "chunk": number}).encode()
-            return (await _again(lambda: self._raw(subject, data)))[1:]
+            chunk: bodies.ChunkNamed = {"id": file, "chunk": number}
+            return (await _again(lambda: self._raw(subject, bodies.encode(chunk))))[1:]
 
         return content, read_chunks(content, get)
 
@@ -72,7 +72,7 @@ class FileClient:
         except NoResponders:
             raise Unavailable(NO_KEEPER) from None
         if reply.startswith(b'{"type":"error"'):
-            raise _typed(error_of(json.loads(reply)))
+            raise _typed(error_of(bodies.decode(bodies.Json, reply)))
         return reply
 
 

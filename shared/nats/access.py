@@ -27,6 +27,7 @@ other. There a tenant may read replies at any inbox, so services map each of the
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, urlsplit
@@ -45,7 +46,6 @@ _ACCOUNTS = "tenants=accounts"  # in the query of a URL
 CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
 DEFAULT_CLASSES = ("standard", "batch")  # of a tenant without an entry in `tenant_classes`
 
-_STREAMS = (subjects.WORK_STREAM, subjects.RECORD_STREAM, subjects.FILE_STREAM, subjects.STATE_STREAM)
 _MAILBOXES = {  # sender -> receivers
     "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
@@ -56,89 +56,86 @@ _MAILBOXES = {  # sender -> receivers
     "keeper": (),
 }
 SERVICES = tuple(_MAILBOXES)
-_READS = {
-    "tokenizer": (
-        f"{subjects.PUBLIC}.generate.*.*",
-        f"{subjects.PUBLIC}.cancel.*.*",
-        f"{subjects.PUBLIC}.tokenize.*.*",
-        f"{subjects.PUBLIC}.detokenize.*.*",  # of aliases, to forward
-        f"{subjects.PUBLIC}.alias.*",
-        f"{subjects.PUBLIC}.models",
-        f"{subjects.PUBLIC}.models.*",
-        "hr.*.beat.tokenizer.*",
-        f"{subjects.STORE}.check.*.*",
+
+# Each subject below `headrace.v1` with its senders and receivers: services, or all of them; the operator; a
+# tenant; `leaf`, the server of an edge. T is a tenant's name: its own for the tenant, any for the others.
+PUBLIC = (
+    ("generate.T.*", "tenant operator gateway leaf keeper tokenizer", "tokenizer"),
+    ("cancel.T.*", "tenant operator gateway leaf keeper", "tokenizer scheduler detokenizer keeper"),
+    ("tokenize.T.*", "tenant operator gateway leaf tokenizer", "tokenizer"),
+    ("detokenize.T.*", "tenant operator gateway leaf tokenizer", "tokenizer detokenizer"),
+    ("attach.T.*", "tenant operator gateway leaf", "detokenizer"),
+    ("submit.T.*", "tenant operator gateway", "keeper"),
+    ("result.T.*", "tenant operator gateway", "keeper"),
+    ("delete.T.*", "tenant operator gateway", "keeper"),
+    ("files.T.*", "tenant operator gateway leaf", "keeper"),
+    ("batches.T.*", "tenant operator gateway leaf", "keeper"),
+    ("forward.T.*", "keeper leaf", "keeper"),
+    ("keep.T.*", "gateway", "keeper"),  # a tenant has `submit`, and needs no way to fill the store
+    ("done.T.*", "keeper", "keeper operator tenant"),
+    ("models.T", "tenant operator gateway leaf", "tokenizer"),
+    ("models", "operator gateway leaf keeper tokenizer", "tokenizer"),
+    ("status", "operator gateway", "all"),
+    ("trace.*", "operator gateway", "scheduler"),
+    ("events.*", "scheduler", "operator"),
+    ("events.*.snapshot", "operator", "scheduler"),
+    ("policy.*", "operator", "scheduler"),
+    ("sleep.*", "operator", "scheduler"),
+    ("alias.*", "operator", "tokenizer"),
+    ("load.*", "operator", "operator"),  # `headrace up` answers
+)
+_STORED = (subjects.WORK_STREAM, subjects.RECORD_STREAM, subjects.FILE_STREAM, subjects.STATE_STREAM)
+_PULLED = (subjects.WORK_STREAM, subjects.HOOK_STREAM)
+_MADE = (*_STORED, subjects.HOOK_STREAM, subjects.ALIAS_STREAM)
+# The others: F is a fleet, K the kind of a service or the operator, with its prefix in the names of users.
+_INTERNAL = (
+    ("hr.F.beat.K.*", "all", ""),
+    ("hr.F.beat.*.*", "", "all operator"),
+    ("hr.F.beat_ask", "all operator", "all"),
+    ("hr.*.beat.tokenizer.*", "", "tokenizer"),
+    ("hr.beat_ask", "tokenizer", "all"),
+    ("hr.F.metrics", "gateway", "all"),
+    ("hr.F.K.*.in.*", "", "all"),
+    ("_R.*.*", "", "detokenizer"),
+    # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
+    (f"{INBOX}.>", "tokenizer detokenizer", "leaf"),
+    (f"{INBOX}.T.>", "", "tenant"),
+    (f"{INBOX}.{SERVICE_PREFIX}K.>", "", "all operator"),
+    (f"{INBOX}.*.{SERVICE_PREFIX}K.>", "", "gateway keeper operator"),  # they send requests of all tenants
+    (f"{INBOX}.*.{MAPPED}.>", "keeper", ""),  # the permission to answer is for the subject before `mapped`
+    *(
+        (f"$SRV.{verb}{which}", "", "all")
+        for verb in ("PING", "INFO", "STATS")
+        for which in ("", f".{SERVICE_PREFIX}K", f".{SERVICE_PREFIX}K.*")
     ),
-    "scheduler": (
-        f"{subjects.PUBLIC}.cancel.*.*",
-        f"{subjects.PUBLIC}.trace.*",
-        f"{subjects.PUBLIC}.events.*.snapshot",
-        f"{subjects.PUBLIC}.policy.*",
-        f"{subjects.PUBLIC}.sleep.*",
+    ("$SRV.>", "operator", ""),
+    (f"{subjects.STORE}.>", "keeper", ""),
+    (f"{subjects.STORE}.check.*.*", "", "tokenizer"),
+    (f"{subjects.STORE}.runs.*.*", "", "keeper"),
+    (f"{subjects.STORE}.state.*.*", "detokenizer", ""),
+    (f"{subjects.STORE}.resume.*.*", "", "detokenizer"),
+    (subjects.ALIAS_ALL, "tokenizer", "tokenizer gateway keeper"),
+    (subjects.ALIASES, "tokenizer gateway", "tokenizer gateway keeper"),
+    *(
+        (f"$JS.{call.format(stream)}", "tokenizer" if stream == subjects.ALIAS_STREAM else "keeper", "")
+        for call, streams in (
+            ("API.STREAM.INFO.{}", _MADE),
+            ("API.STREAM.CREATE.{}", _MADE),
+            ("API.STREAM.MSG.GET.{}", (*_STORED, subjects.ALIAS_STREAM)),
+            ("API.DIRECT.GET.{}.>", (*_STORED, subjects.ALIAS_STREAM)),
+            ("API.STREAM.PURGE.{}", (subjects.FILE_STREAM, subjects.STATE_STREAM, subjects.HOOK_STREAM)),
+            ("API.CONSUMER.LIST.{}", (subjects.WORK_STREAM,)),
+            ("API.CONSUMER.DELETE.{}.*", (subjects.WORK_STREAM,)),
+            (f"API.CONSUMER.CREATE.{{}}.*.{subjects.STORE}.work.*.>", (subjects.WORK_STREAM,)),
+            (f"API.CONSUMER.CREATE.{{}}.*.{subjects.STORE}.hook.*.>", (subjects.HOOK_STREAM,)),
+            ("API.CONSUMER.MSG.NEXT.{}.*", _PULLED),
+            ("ACK.{}.>", _PULLED),
+        )
+        for stream in streams
     ),
-    "detokenizer": (
-        *(f"{subjects.PUBLIC}.{verb}.*.*" for verb in ("detokenize", "cancel", "attach")),
-        "_R.*.*",
-        f"{subjects.STORE}.resume.*.*",
-    ),
-    "keeper": (
-        *(
-            f"{subjects.PUBLIC}.{verb}.*.*"
-            for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches", "forward")
-        ),
-        f"{subjects.PUBLIC}.done.*.*",
-        f"{subjects.STORE}.runs.*.*",
-    ),
-}
-# The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
-_WRITES = {
-    "tokenizer": (
-        *(f"{INBOX}.>", "hr.beat_ask", f"{subjects.PUBLIC}.models"),  # see queries.py
-        *(
-            f"{subjects.PUBLIC}.{verb}.*.*" for verb in ("generate", "tokenize", "detokenize")
-        ),  # forwarded: aliases.py
-        *(subjects.ALIASES, subjects.ALIAS_ALL),
-        *(f"$JS.API.STREAM.{verb}.{subjects.ALIAS_STREAM}" for verb in ("INFO", "CREATE")),
-        *(f"$JS.API.DIRECT.GET.{subjects.ALIAS_STREAM}.>", f"$JS.API.STREAM.MSG.GET.{subjects.ALIAS_STREAM}"),
-    ),
-    "gateway": (subjects.ALIASES,),
-    "scheduler": (f"{subjects.PUBLIC}.events.*",),
-    "detokenizer": (f"{INBOX}.>", f"{subjects.STORE}.state.*.*"),
-    "keeper": (
-        f"{subjects.PUBLIC}.generate.*.*",
-        f"{subjects.PUBLIC}.cancel.*.*",
-        f"{subjects.PUBLIC}.models",
-        f"{subjects.PUBLIC}.done.*.*",
-        f"{subjects.PUBLIC}.forward.*.*",
-        f"{subjects.STORE}.>",
-        f"{INBOX}.*.{MAPPED}.>",  # the permission to answer is for the subject before `mapped`
-        *(
-            f"$JS.API.STREAM.{verb}.{stream}"
-            for verb in ("INFO", "CREATE")
-            for stream in (*_STREAMS, subjects.HOOK_STREAM)
-        ),
-        *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in _STREAMS),
-        *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _STREAMS),
-        *(
-            f"$JS.API.STREAM.PURGE.{stream}"
-            for stream in (subjects.FILE_STREAM, subjects.STATE_STREAM, subjects.HOOK_STREAM)
-        ),
-        f"$JS.API.CONSUMER.CREATE.{subjects.WORK_STREAM}.*.{subjects.STORE}.work.*.>",
-        f"$JS.API.CONSUMER.CREATE.{subjects.HOOK_STREAM}.*.{subjects.STORE}.hook.*.>",
-        f"$JS.API.CONSUMER.DELETE.{subjects.WORK_STREAM}.*",
-        f"$JS.API.CONSUMER.LIST.{subjects.WORK_STREAM}",
-        *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*" for stream in (subjects.WORK_STREAM, subjects.HOOK_STREAM)),
-        *(f"$JS.ACK.{stream}.>" for stream in (subjects.WORK_STREAM, subjects.HOOK_STREAM)),
-    ),
-}
-# The gateway alone may have an answer stored: a tenant has `submit`, and needs no way to fill the store.
-_KEEPS = f"{subjects.PUBLIC}.keep.*.*"
-_VERBS = (
-    "generate", "cancel", "tokenize", "detokenize", "submit", "result", "delete", "attach", "files",
-    "batches",
-)  # fmt: skip
-_ASKS = (*(f"{subjects.PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{subjects.PUBLIC}.models.*")
-_IN_A_NAME = frozenset((*_VERBS, "models", "keep", "forward"))  # the tenant follows the verb
-_LOOKS = (f"{subjects.PUBLIC}.models", f"{subjects.PUBLIC}.status", f"{subjects.PUBLIC}.trace.*")
+)
+_NAMES = re.compile(r"\b[TFK]\b")
+_IN_A_NAME = frozenset(row[0].partition(".")[0] for row in PUBLIC if ".T" in row[0])  # the tenant follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,92 +271,37 @@ class Permissions:
 
 def of_service(kind: str, fleet: str) -> Permissions:
     """The permissions of a service `kind`, one of SERVICES."""
-    f, name = subjects.token(fleet), SERVICE_PREFIX + kind
-    asks = (*_ASKS, _KEEPS, *_LOOKS, f"hr.{f}.metrics") if kind == "gateway" else ()
-    publish = (
-        *(f"hr.{f}.{other}.*.in.*" for other in _MAILBOXES[kind]),
-        *_WRITES.get(kind, ()),
-        *asks,
-        f"hr.{f}.beat.{kind}.*",
-        f"hr.{f}.beat_ask",
-    )
-    subscribe = (
-        f"hr.{f}.{kind}.*.in.*",
-        *_READS.get(kind, ()),
-        *((subjects.ALIAS_ALL, subjects.ALIASES) if kind in ("tokenizer", "gateway", "keeper") else ()),
-        f"hr.{f}.beat.*.*",
-        f"hr.{f}.beat_ask",
-        "hr.beat_ask",
-        f"hr.{f}.metrics",
-        f"{subjects.PUBLIC}.status",
-        *(
-            f"$SRV.{verb}{tail}"
-            for verb in ("PING", "INFO", "STATS")
-            for tail in ("", f".{name}", f".{name}.*")
-        ),
-        *(_inboxes(kind) if kind in ("gateway", "keeper") else (f"{INBOX}.{name}.>",)),
-    )
-    return Permissions(publish, subscribe, answers=True)
+    return _of(kind, subjects.token(fleet))
 
 
 def of_operator(fleet: str) -> Permissions:
     """The permissions of the operator's command line: requests for any tenant, the state of all services."""
-    f = subjects.token(fleet)
-    return Permissions(
-        publish=(
-            *(
-                *_ASKS,
-                *_LOOKS,
-                f"{subjects.PUBLIC}.events.*.snapshot",
-                f"{subjects.PUBLIC}.policy.*",
-                f"{subjects.PUBLIC}.alias.*",
-            ),
-            *(f"{subjects.PUBLIC}.sleep.*", subjects.LOAD_ALL),
-            *(f"hr.{f}.beat_ask", "$SRV.>"),
-        ),
-        subscribe=(
-            *(
-                *_inboxes(OPERATOR),
-                f"hr.{f}.beat.*.*",
-                f"{subjects.PUBLIC}.events.*",
-                f"{subjects.PUBLIC}.done.*.*",
-            ),
-            subjects.LOAD_ALL,  # `headrace up` answers
-        ),
-        answers=True,
-    )
+    return _of(OPERATOR, subjects.token(fleet))
 
 
 def of_tenant(tenant: str) -> Permissions:
     """The permissions of a tenant: its own requests and replies. With accounts they are what the two accounts
     exchange."""
-    name = subjects.token(tenant)
-    own = tuple(f"{subjects.PUBLIC}.{verb}.{name}.*" for verb in _VERBS)
-    return Permissions(
-        publish=(*own, f"{subjects.PUBLIC}.models.{name}"),
-        subscribe=(f"{INBOX}.{name}.>", f"{subjects.PUBLIC}.done.{name}.*"),
-    )
+    return _of("tenant", tenant=subjects.token(tenant))
 
 
 def of_leaf() -> Permissions:
     """The permissions of the nats-server of an edge: requests for any tenant go up, replies to any tenant
     come down. Allowed subjects are those that services subscribe to, as wide as they do: a server compares
     patterns, and `generate.acme.*` is no part of `generate.*.MODEL`."""
-    verbs = ("generate", "cancel", "tokenize", "detokenize", "attach", "forward", "files", "batches")
-    return Permissions(
-        publish=(
-            *(f"{subjects.PUBLIC}.{verb}.*.*" for verb in verbs),
-            f"{subjects.PUBLIC}.models",
-            f"{subjects.PUBLIC}.models.*",
-        ),
-        subscribe=(f"{INBOX}.>",),
+    return _of(LEAF)
+
+
+def _of(name: str, fleet: str = "", tenant: str = "*") -> Permissions:
+    """What the tables allow to one of their names; tokens of subjects."""
+    own, names = {"T": tenant, "F": fleet, "K": name}, {name, *(("all",) if name in SERVICES else ())}
+    rows = [*((f"{subjects.PUBLIC}.{row[0]}", *row[1:]) for row in PUBLIC), *_INTERNAL]
+    publish, subscribe = (
+        [_NAMES.sub(lambda found: own[found[0]], row[0]) for row in rows if names & {*row[column].split()}]
+        for column in (1, 2)
     )
-
-
-def _inboxes(service: str) -> tuple[str, ...]:
-    """The inboxes of a service that sends requests as itself and as every tenant."""
-    name = user_of(service)
-    return f"{INBOX}.{name}.>", f"{INBOX}.*.{name}.>"
+    publish += [f"hr.{fleet}.{receiver}.*.in.*" for receiver in _MAILBOXES.get(name, ())]
+    return Permissions(tuple(publish), tuple(subscribe), answers=name in (*SERVICES, OPERATOR))
 
 
 def user_of(service: str) -> str:

@@ -12,13 +12,13 @@ time and from any place, and permissions can name a tenant.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from typing import Any
 
+from shared import bodies
 from shared.client.chunks import Content, read_chunks, send_chunks
 from shared.errors import HeadraceError, Unavailable, UnknownRequest
 from shared.nats import subjects
@@ -85,8 +85,7 @@ class ObjectStore:
 
     async def keep_file(self, tenant: str, meta: Meta, ttl_s: int) -> None:
         """Make a file of the stored chunks. Raises Taken if there is one of its id."""
-        data = json.dumps(meta, separators=(",", ":")).encode()
-        await self.streams.create(subjects.file_part(tenant, meta["id"], "meta"), data, ttl_s)
+        await self.streams.create(subjects.file_part(tenant, meta["id"], "meta"), bodies.encode(meta), ttl_s)
 
     async def write(self, tenant: str, meta: Meta, pieces: AsyncIterable[bytes], ttl_s: int) -> Meta:
         """Store a whole file; `meta` has its id. Nothing is left of one that fails."""
@@ -108,8 +107,7 @@ class ObjectStore:
             found = await self.streams.last(subjects.FILE_STREAM, subjects.file_part(tenant, file, "meta"))
         if found is None:
             raise UnknownFile(f"there is no file {file!r:.80}", param="file_id")
-        meta: Meta = json.loads(found)
-        return meta
+        return {**bodies.decode(bodies.FileMeta, found)}
 
     async def chunk(self, tenant: str, file: str, number: int) -> bytes:
         """A chunk. Raises UnknownFile."""

@@ -19,8 +19,6 @@ from shared.openai.responses.output import whole as response
 from shared.openai.responses.request import PATH, read
 from shared.openai.whole_answer import answer
 
-# The time of a batch: 24h, as OpenAI has it, or another up to a week.
-WINDOW = r"^([1-9]\d{0,3}m|([1-9]\d?|1[0-5]\d|16[0-8])h|[1-7]d)$"
 MAX_FILE_BYTES = 209_715_200  # 200 MB, as OpenAI has it for a batch
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"  # how one ends
 URLS = {"/v1/chat/completions": True, "/v1/completions": False, PATH: True}  # whether it is a chat

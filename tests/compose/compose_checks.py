@@ -108,7 +108,7 @@ def test_a_chat_over_nats_from_another_container(stack: Stack) -> None:
     ]  # fmt: skip
 
 
-def test_a_chat_over_http(stack: Stack) -> None:
+def test_chat_over_http_is_answered(stack: Stack) -> None:
     key = stack.api_key()
     answer = ask_http(stack, key, messages=[{"role": "user", "content": "What is the capital of France?"}])
     assert "Paris" in answer["choices"][0]["message"]["content"]
@@ -117,7 +117,7 @@ def test_a_chat_over_http(stack: Stack) -> None:
     assert refused.value.code == 401
 
 
-def test_json_by_a_schema(stack: Stack) -> None:
+def test_json_follows_its_schema(stack: Stack) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Oslo", "Lima"]}, "big": {"type": "boolean"}},

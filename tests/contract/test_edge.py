@@ -18,7 +18,7 @@ from support.slow_link import SlowLink
 
 from services.keeper import forwarding
 from services.keeper.actor import KeeperActor
-from services.launcher import leaf
+from services.launcher import credentials, leaf
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -186,6 +186,7 @@ STAYS = [
     "headrace.v1.delete.public.r", "headrace.v1.keep.public.r", "headrace.v1.done.public.r",
     "headrace.v1.files.public.put", "headrace.v1.batches.public.create", "headrace.v1.status",
     "headrace.v1.trace.r", "headrace.v1.policy.s", "headrace.v1.events.s",
+    "headrace.v1.sleep.s", "headrace.v1.load.m",
     f"headrace.v1.generate.public.{HERE}", f"headrace.v1.tokenize.public.{HERE}",
     "_INBOX.public.headrace-keeper.r", "_R.d.r", "$JS.ACK.HR_WORK.tenant-public.1.1.1.1.1", "$SRV.PING",
 ]  # fmt: skip
@@ -306,7 +307,9 @@ async def test_a_cancel_while_the_link_is_down_reaches_the_centre_later(
 @pytest.mark.parametrize(
     ("wrong", "code"), [(BadRequest("`n` is wrong", param="n"), 400), (UnknownModel("?"), None)]
 )
-async def test_the_centre_refuses(sides: tuple[Side, Side], wrong: HeadraceError, code: int | None) -> None:
+async def test_centre_refuses_a_wrong_forward(
+    sides: tuple[Side, Side], wrong: HeadraceError, code: int | None
+) -> None:
     """An invalid request fails; a fault of the centre is retried."""
     centre, edge = sides
     centre.wrong = wrong
@@ -405,12 +408,12 @@ async def test_edge_reaches_a_centre_only_with_credentials_and_tls(tmp_path: Pat
     conf = (tmp_path / "nats" / "nats.conf").read_text().splitlines()
     (block,) = [line for line in conf if line.startswith("leafnodes ")]
     listens = block.replace(f"port: {leaf.PORT}", f'listen: "127.0.0.1:{port}"')
-    centre = servers.start(extra=f"{auth.authorization(tmp_path, 'f')}{listens}\n")
-    url = auth.url_of(tmp_path, "leaf", f"tls://127.0.0.1:{port}") + f"?ca={tmp_path / 'ca.pem'}"
+    centre = servers.start(extra=f"{credentials.authorization(tmp_path, 'f')}{listens}\n")
+    url = credentials.url_of(tmp_path, "leaf", f"tls://127.0.0.1:{port}") + f"?ca={tmp_path / 'ca.pem'}"
     remote = leaf.remote(url, [], has_users=True)
     lawless = "\n".join(line for line in remote.splitlines() if "deny_" not in line)
     edges = [servers.start(extra=extra) for extra in (remote, lawless)]
-    tokenizer = await NatsBus.connect(auth.url_of(tmp_path, "tokenizer", centre.url), timeout_s=30)
+    tokenizer = await NatsBus.connect(credentials.url_of(tmp_path, "tokenizer", centre.url), timeout_s=30)
     await tokenizer.subscribe("headrace.v1.generate.*.m", lambda m: tokenizer.publish(m.reply, m.data))
     await tokenizer.subscribe("hr.f.tokenizer.*.in.*", lambda m: tokenizer.publish(m.reply, m.data))
     await tokenizer.flush()
@@ -452,12 +455,15 @@ async def test_tenants_have_accounts_at_either_side(
     port, here, there = free_port(), tmp_path / "edge", tmp_path / "centre"
     auth.generate(here, Plan("nats://nats:4222", "f", ("acme",), accounts=edge_has), print)
     auth.generate(there, Plan("nats://nats:4222", "f", ("acme",), leaves=True, accounts=centre_has), print)
-    extra = auth.authorization(there, "f") + leaf.listen(f"127.0.0.1:{port}", there)
+    extra = credentials.authorization(there, "f") + leaf.listen(f"127.0.0.1:{port}", there)
     centre = servers.start(extra=extra)
-    url, account = auth.url_of(there, "leaf", f"nats-leaf://127.0.0.1:{port}"), auth.account_of(here)
+    url, account = (
+        credentials.url_of(there, "leaf", f"nats-leaf://127.0.0.1:{port}"),
+        credentials.account_of(here),
+    )
     remote = leaf.remote(url, [], has_users=True, account=account)
-    edge = servers.start(extra=auth.authorization(here, "f") + remote)
-    tokenizer = await NatsBus.connect(auth.url_of(there, "tokenizer", centre.url), timeout_s=30)
+    edge = servers.start(extra=credentials.authorization(here, "f") + remote)
+    tokenizer = await NatsBus.connect(credentials.url_of(there, "tokenizer", centre.url), timeout_s=30)
     gone = asyncio.Event()
 
     def answer(asked: Delivery) -> None:
@@ -470,7 +476,7 @@ async def test_tenants_have_accounts_at_either_side(
     await tokenizer.subscribe(inbox, lambda _: gone.set())
     await tokenizer.subscribe("headrace.v1.generate.*.m", answer)
     await tokenizer.flush()
-    acme = await nats.connect(auth.url_of(here, "acme", edge.url), inbox_prefix=prefix)
+    acme = await nats.connect(credentials.url_of(here, "acme", edge.url), inbox_prefix=prefix)
     async with asyncio.timeout(60):
         while True:
             try:

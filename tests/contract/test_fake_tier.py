@@ -162,7 +162,7 @@ def test_a_frozen_one_answers_when_it_thaws() -> None:
 
 
 @pytest.mark.parametrize("switch", ["no_room", "missing", "lossy"])
-def test_switches(switch: str) -> None:
+def test_switches_change_the_fake_tier(switch: str) -> None:
     tier = FakeTier(2, SIZE)
     store(tier, 1, 0)
     setattr(tier, switch, True)
@@ -228,7 +228,7 @@ STEPS = {7: ({1, 2, 3}, {3}, {0})}  # it names three blocks, writes one, and cop
         (copy(1, True, [5], [0]), "two copies of one job"),
     ],
 )
-def test_fences_of_copies(made: KvCopy, what: str) -> None:
+def test_copies_wait_for_their_fences(made: KvCopy, what: str) -> None:
     world, engine = World(), PagedEngine(hello())
     engine.step = 7
     engine.open(SlotOpen(slot=0, generation=1, seq=1, prompt_tokens=1, tokens=ints([1])))

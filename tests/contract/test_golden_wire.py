@@ -65,7 +65,7 @@ def test_bytes_are_the_golden_ones(kind: str) -> None:
     )
 
 
-def test_the_layout_by_hand() -> None:
+def test_layout_equals_one_by_hand() -> None:
     expected = [1, "KvReserved", "scheduler.s0", 1_700_000_000_000_000, 300, enveloped(SAMPLES["Beat"]).trace]
     expected += [8, 3, struct.pack("<qq", 2**33, -1), "full"]
     assert row_of("KvReserved") == expected

@@ -100,7 +100,7 @@ def halves(driven: Driven, names: tuple[str, ...], rounds: int) -> dict[int, lis
 
 
 @pytest.mark.parametrize("names", [("same",), ("same", "copy"), ("same", "slow")])
-def test_tokens_through_the_lane_equal_tokens_without_it(
+def test_tokens_through_the_host_thread_equal_tokens_without_it(
     make: Make, drive: Callable[[Backend], Driven], names: tuple[str, ...]
 ) -> None:
     class Slow(Plugin):

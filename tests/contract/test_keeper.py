@@ -36,7 +36,7 @@ from shared.errors import (
 from shared.messages import Heartbeat
 from shared.nats import object_store, subjects
 from shared.nats.bus import NatsBus
-from shared.nats.interface import Delivery
+from shared.nats.interface import Delivery, NoResponders
 from shared.nats.jetstream import JetStream
 from shared.replies import error_reply, to_json
 
@@ -164,6 +164,23 @@ def test_a_heartbeat_may_come_before_the_server_has_answered() -> None:
     KeeperActor().upkeep()
 
 
+async def test_a_keeper_without_parts_answers_durable_requests_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "PARTS", ())
+    world.outcomes = [None]
+    keeper = await world.opened()
+    with pytest.raises(BadRequest, match="this fleet calls none"):
+        await world.submit(webhook="https://a.example/")
+    await world.submit()
+    await world.until(world.news)
+    assert (await world.result())["answer"] == {"choices": [{"text": BODY["prompt"]}]}
+    for subject in (subjects.files("public", "list"), subjects.batches("public", "list")):
+        with pytest.raises(NoResponders):
+            await world.client.request(subject)
+    assert keeper.actor.status().keys() >= {"queued", "stored"}
+
+
 async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: World) -> None:
     await world.opened()
     assert await world.submit() == {"id": "r", "status": "queued"}
@@ -289,7 +306,7 @@ async def test_an_answered_response_is_kept_once(world: World, monkeypatch: pyte
             await keep("other", **wrong)
     with pytest.raises(UnknownModel):
         await world.client.as_tenant("acme").state("k")
-    monkeypatch.setattr("services.keeper.verbs.LOOK_US", -1_000_000)  # at each call
+    monkeypatch.setattr("services.keeper.verbs.SIZE_POLL_US", -1_000_000)  # at each call
     monkeypatch.setattr(JetStream, "room", room := AsyncMock(return_value=(51, 100)))
     with pytest.raises(Overloaded, match="half full") as full:
         await keep("late")
@@ -543,7 +560,7 @@ async def test_another_reader_of_the_work_queue_is_named_and_nothing_is_accepted
     world: World, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A mirror takes requests without a consumer out of the queue. What was accepted before is computed."""
-    monkeypatch.setattr(queues, "LOOK_S", 0.05)
+    monkeypatch.setattr(queues, "CONSUMERS_POLL_S", 0.05)
     keeper, streams = await world.opened(), JetStream(world.bus)
     await world.submit(request_id="before")
     await world.until(world.asked)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.keeper.actor import KeeperActor
-from services.keeper.verbs import UPLOAD_S, FileVerbs
+from services.keeper.batches.batch_verbs import UPLOAD_S, FileVerbs
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime

@@ -16,6 +16,7 @@ from nats.aio.client import Client as Nats
 
 from services.gateway.native_call import TenantConnections
 from services.keeper.actor import STATE
+from services.launcher import credentials
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -46,7 +47,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(users: Path) -> Iterator[NatsServer]:
-    server = servers.start(extra=auth.authorization(users, FLEET))
+    server = servers.start(extra=credentials.authorization(users, FLEET))
     yield server
     server.stop()
 
@@ -61,7 +62,7 @@ class Refusals(list[str]):
 @asynccontextmanager
 async def client(server: NatsServer, users: Path, name: str) -> Any:
     """A plain nats-py client with the credentials of `name`: (client, what it was refused)."""
-    url, refused = auth.url_of(users, name, server.url), Refusals()
+    url, refused = credentials.url_of(users, name, server.url), Refusals()
     prefix = access.parse(url).inbox_prefix
     nc = await nats.connect(url, inbox_prefix=prefix, error_cb=refused.on_error, allow_reconnect=False)
     try:
@@ -156,7 +157,7 @@ async def test_a_stream_may_be_silent_for_longer_than_an_answer_may_take(
     """The permission to answer a request ends after a while, here a millisecond; a stream has none to end."""
     monkeypatch.setattr(auth, "ANSWER_WITHIN", "1ms")
     auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, ("acme", "bob"), accounts=accounts), print)
-    server = servers.start(extra=auth.authorization(tmp_path, FLEET))
+    server = servers.start(extra=credentials.authorization(tmp_path, FLEET))
     try:
         async with (
             client(server, tmp_path, "detokenizer") as (detokenizer, _),
@@ -262,7 +263,7 @@ async def test_a_death_is_announced_with_the_login_of_its_kind_alone(
     async with client(server, users, "scheduler") as (scheduler, _):
         notices = await scheduler.subscribe(subjects.heartbeat_all(FLEET))
         await scheduler.flush()
-        await announce_death(auth.url_of(users, name, server.url), load().settings, NOTE)
+        await announce_death(credentials.url_of(users, name, server.url), load().settings, NOTE)
         await scheduler.flush()
         assert notices.pending_msgs == received
         if received:
@@ -291,10 +292,10 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
 
 async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_them(users: Path) -> None:
     limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
-    server = servers.start(limits=limits, extra=auth.authorization(users, FLEET))
+    server = servers.start(limits=limits, extra=credentials.authorization(users, FLEET))
     connect = NatsBus.connect
-    keeper = await connect(auth.url_of(users, "keeper", server.url), timeout_s=30)
-    detokenizer = await connect(auth.url_of(users, "detokenizer", server.url), timeout_s=30)
+    keeper = await connect(credentials.url_of(users, "keeper", server.url), timeout_s=30)
+    detokenizer = await connect(credentials.url_of(users, "detokenizer", server.url), timeout_s=30)
     streams, subject = JetStream(keeper), subjects.state("acme", "r")
     await streams.make_stream(subjects.STATE_STREAM, STATE)
     acks = asyncio.Queue[Delivery]()
@@ -322,8 +323,8 @@ async def test_stored_requests_move_with_the_services_into_their_account(tmp_pat
     subject = subjects.state("acme", "r")
 
     async def last(*, stores: bool = False) -> bytes | None:
-        server = servers.start(limits=limits, extra=auth.authorization(tmp_path, FLEET))
-        keeper = await NatsBus.connect(auth.url_of(tmp_path, "keeper", server.url), timeout_s=30)
+        server = servers.start(limits=limits, extra=credentials.authorization(tmp_path, FLEET))
+        keeper = await NatsBus.connect(credentials.url_of(tmp_path, "keeper", server.url), timeout_s=30)
         streams = JetStream(keeper)
         if stores:
             await streams.make_stream(subjects.STATE_STREAM, STATE)
@@ -339,7 +340,7 @@ async def test_stored_requests_move_with_the_services_into_their_account(tmp_pat
     auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, accounts=True), print)
     with pytest.raises(Unavailable):
         await last()
-    (store / "jetstream" / "$G").rename(store / "jetstream" / auth.account_of(tmp_path))
+    (store / "jetstream" / "$G").rename(store / "jetstream" / credentials.account_of(tmp_path))
     assert await last() == b"kept"
 
 
@@ -362,8 +363,8 @@ async def test_service_answers_each_requester_once(server: NatsServer, users: Pa
 async def test_gateway_receives_each_tenants_answers_on_a_connection_of_its_own(
     server: NatsServer, users: Path
 ) -> None:
-    main = await NatsBus.connect(auth.url_of(users, "gateway", server.url), timeout_s=30)
-    tokenizer = await NatsBus.connect(auth.url_of(users, "tokenizer", server.url), timeout_s=30)
+    main = await NatsBus.connect(credentials.url_of(users, "gateway", server.url), timeout_s=30)
+    tokenizer = await NatsBus.connect(credentials.url_of(users, "tokenizer", server.url), timeout_s=30)
     asked: list[str] = []
 
     def reply(delivery: Delivery) -> None:
@@ -405,7 +406,9 @@ async def test_wrong_credentials_are_an_error_at_once(server: NatsServer, url: s
 
 async def test_a_subscription_of_another_service_is_a_fault(server: NatsServer, users: Path) -> None:
     refused: asyncio.Queue[BusFault] = asyncio.Queue()
-    bus = await NatsBus.connect(auth.url_of(users, "executor", server.url), on_fault=refused.put_nowait)
+    bus = await NatsBus.connect(
+        credentials.url_of(users, "executor", server.url), on_fault=refused.put_nowait
+    )
     await bus.subscribe("headrace.v1.generate.*.m", lambda _: None)
     fault = await asyncio.wait_for(refused.get(), 10)
     assert fault.kind == "refused"
@@ -416,19 +419,19 @@ async def test_a_subscription_of_another_service_is_a_fault(server: NatsServer, 
 @pytest.mark.parametrize("accounts", [False, True])
 async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path, *, accounts: bool) -> None:
     auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, accounts=accounts), print)
-    server = servers.start(extra=auth.authorization(tmp_path, FLEET))
+    server = servers.start(extra=credentials.authorization(tmp_path, FLEET))
     conf = Path(server.folder.name) / servers.CONFIG_NAME
-    tokenizer = await NatsBus.connect(auth.url_of(tmp_path, "tokenizer", server.url), timeout_s=30)
+    tokenizer = await NatsBus.connect(credentials.url_of(tmp_path, "tokenizer", server.url), timeout_s=30)
     await tokenizer.subscribe("headrace.v1.generate.*.m", lambda m: tokenizer.publish(m.reply, m.data))
     await tokenizer.flush()
     try:
         async with client(server, tmp_path, "public") as (public, refused):
-            head = conf.read_text().removesuffix(auth.authorization(tmp_path, FLEET))
+            head = conf.read_text().removesuffix(credentials.authorization(tmp_path, FLEET))
             auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, ("late",)), print)
-            conf.write_text(head + auth.authorization(tmp_path, FLEET))
+            conf.write_text(head + credentials.authorization(tmp_path, FLEET))
             server.process.send_signal(signal.SIGHUP)
             await _reloaded(server)
-            late = await NatsBus.connect(auth.url_of(tmp_path, "late", server.url), timeout_s=30)
+            late = await NatsBus.connect(credentials.url_of(tmp_path, "late", server.url), timeout_s=30)
             asked = late.request(subjects.generate("late", "m"), b"x", timeout_us=30_000_000)
             assert (await asked).data == b"x"
             assert (await public.request("headrace.v1.generate.public.m", b"y", 30)).data == b"y"

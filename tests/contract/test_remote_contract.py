@@ -85,7 +85,7 @@ def test_an_absent_value_is_answered_at_once_and_what_follows_is_right(remote: R
     assert got(remote, 3) == data(3)
 
 
-def test_presence_and_deletion(remote: Remote) -> None:
+def test_keys_are_present_until_they_are_deleted(remote: Remote) -> None:
     put(remote, 4, data(4))
     put(remote, 5, data(5))
     assert remote.has([name(4), name(91), name(5)]) == [True, False, True]

@@ -152,7 +152,7 @@ def test_absent_server_is_an_error_at_once() -> None:
     remote.close()
 
 
-def test_passwords() -> None:
+def test_password_opens_the_server_and_a_wrong_one_is_an_error() -> None:
     with RedisProcess(requirepass="secret/1") as redis:
         right = open_remote(f"redis://:secret%2F1@127.0.0.1:{redis.port}", 60.0)
         right.put("aa", memoryview(DATA))

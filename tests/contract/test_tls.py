@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.self_signed import self_signed
 
+from services.launcher import credentials
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -25,19 +26,21 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     auth.generate(folder, Plan("tls://nats:4222", "default", tls=tls), print)
     conf = (folder / "nats" / "nats.conf").read_text()
     (block,) = [line for line in conf.splitlines() if line.startswith("tls ")]
-    server = servers.start(extra=auth.authorization(folder, "default") + block + "\n")
+    server = servers.start(extra=credentials.authorization(folder, "default") + block + "\n")
     yield folder, server.url.replace("nats://", "tls://")
     server.stop()
 
 
-async def test_a_message_over_tls(secure: tuple[Path, str]) -> None:
+async def test_message_passes_over_tls(secure: tuple[Path, str]) -> None:
     folder, address = secure
-    url = auth.url_of(folder, "public", address) + f"?ca={folder / 'ca.pem'}"
+    url = credentials.url_of(folder, "public", address) + f"?ca={folder / 'ca.pem'}"
     bus = await asyncio.wait_for(NatsBus.connect(url), 10)
     got: asyncio.Queue[bytes] = asyncio.Queue()
     await bus.subscribe("_INBOX.public.x", lambda delivery: got.put_nowait(delivery.data))
     await bus.flush()
-    other = await NatsBus.connect(auth.url_of(folder, "detokenizer", address) + f"?ca={folder / 'ca.pem'}")
+    other = await NatsBus.connect(
+        credentials.url_of(folder, "detokenizer", address) + f"?ca={folder / 'ca.pem'}"
+    )
     other.publish("_INBOX.public.x", b"hello")
     assert await asyncio.wait_for(got.get(), 10) == b"hello"
     await other.drain()
@@ -47,7 +50,7 @@ async def test_a_message_over_tls(secure: tuple[Path, str]) -> None:
 async def test_server_with_an_untrusted_certificate_is_an_error_at_once(secure: tuple[Path, str]) -> None:
     folder, address = secure
     with pytest.raises(SetupError, match="CERTIFICATE_VERIFY_FAILED"):
-        await asyncio.wait_for(NatsBus.connect(auth.url_of(folder, "public", address)), 10)
+        await asyncio.wait_for(NatsBus.connect(credentials.url_of(folder, "public", address)), 10)
 
 
 async def test_no_password_goes_to_a_server_without_tls_when_the_url_is_tls() -> None:

@@ -151,7 +151,7 @@ def server() -> Iterator[NatsServer]:
 @pytest.fixture
 async def world(server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr("services.keeper.webhooks.FIRST_DELAY_US", 10_000)
-    monkeypatch.setattr(webhooks, "LOOK_S", 0.05)
+    monkeypatch.setattr(webhooks, "EVENTS_POLL_S", 0.05)
     monkeypatch.setitem(queues._CONFIG, "ack_wait", 1_000_000_000)
     world = World(server, tmp_path)
     await world.open()

@@ -40,17 +40,17 @@ def survives(data: bytes) -> Message | None:
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes(data: bytes) -> None:
+def test_random_bytes_become_a_message_or_an_error(data: bytes) -> None:
     survives(data)
 
 
 @given(golden, st.data())
-def test_truncated(data: bytes, draw: st.DataObject) -> None:
+def test_truncated_bytes_become_an_error(data: bytes, draw: st.DataObject) -> None:
     assert survives(data[: draw.draw(st.integers(0, len(data) - 1))]) is None
 
 
 @given(golden, st.data())
-def test_flipped_bytes(data: bytes, draw: st.DataObject) -> None:
+def test_flipped_bytes_become_a_message_or_an_error(data: bytes, draw: st.DataObject) -> None:
     flipped = bytearray(data)
     for at in draw.draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=4)):
         flipped[at] ^= draw.draw(st.integers(1, 255))
@@ -65,7 +65,7 @@ def test_a_field_of_any_type_and_size(kind: str, draw: st.DataObject) -> None:
 
 
 @given(st.sampled_from(KINDS), st.lists(value, max_size=30))
-def test_rows_of_anything(kind: str, fields: list[Any]) -> None:
+def test_rows_of_any_values_become_a_message_or_an_error(kind: str, fields: list[Any]) -> None:
     survives(msgpack.packb([1, kind, "a.b", 1, 1, "", *fields]))
 
 
@@ -105,7 +105,7 @@ part = st.builds(
 
 
 @given(st.lists(part | st.just(Cancel(tenant="t", request="r")), max_size=12))
-def test_parts_in_any_order(messages: list[Any]) -> None:
+def test_parts_join_in_any_order(messages: list[Any]) -> None:
     """What comes out whole equals an unbroken run of parts, by a reading of its own."""
     assembler, run = Assembler(), list[Any]()
     for message in messages:

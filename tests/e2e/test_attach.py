@@ -17,6 +17,7 @@ from support.running_up import HEADRACE, StartUp, Up, running_up
 
 from loadtest import faults
 from loadtest.leaks import settle
+from services.launcher import credentials
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -236,7 +237,7 @@ async def test_tenant_follows_only_its_own_requests_under_credentials(
     users = tmp_path / "users"
     auth.generate(users, Plan("nats://nats:4222", "default", ("acme", "bob")), print)
     up = start_up("--durable", "--auth", str(users), **SLOW)
-    urls = {name: auth.url_of(users, name, up.nats_url) for name in ("acme", "bob")}
+    urls = {name: credentials.url_of(users, name, up.nats_url) for name in ("acme", "bob")}
     async with connected(urls["acme"], "acme") as acme, connected(urls["bob"], "bob") as bob:
         await submitted(acme, asked("r"))
         reader = Reader()

@@ -23,7 +23,7 @@ LATENCY = Latency(first_us=20_000, gap_us=5_000)
 
 
 @pytest.mark.parametrize("kind", ["http", "nats", "note"])
-def test_a_sweep(
+def test_sweep_measures_each_rate(
     kind: str, tmp_path: Path, nats_server: NatsServer, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -20,6 +20,7 @@ from nats.aio.client import Client as Nats
 from support.running_up import HEADRACE, QUICK, Up, running_up, starter
 
 from loadtest import faults
+from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.nats import access
@@ -65,7 +66,7 @@ class Client:
 @asynccontextmanager
 async def tenant(up: Up, users: Path, name: str) -> AsyncIterator[Client]:
     client = Client(name)
-    url = auth.url_of(users, name, up.nats_url)
+    url = credentials.url_of(users, name, up.nats_url)
     client.nc = await nats.connect(url, inbox_prefix=f"_INBOX.{name}", error_cb=client.on_error)
     try:
         yield client
@@ -209,7 +210,7 @@ def test_the_operators_commands_work_without_a_flag(guarded: Up, tmp_path: Path)
 
 
 def test_tenants_command_line_acts_in_its_name_alone(guarded: Up, users: Path) -> None:
-    url = auth.url_of(users, "bob", guarded.nats_url)
+    url = credentials.url_of(users, "bob", guarded.nats_url)
     answer = run(guarded, "request", '{"prompt": "Hello", "max_tokens": 3}', HEADRACE_NATS_URL=url)
     assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 3
     denied = run(guarded, "status", HEADRACE_NATS_URL=url)
@@ -233,7 +234,7 @@ def test_a_service_without_its_credentials_does_not_start(
     plain = guarded.nats_url
     url = plain.replace("//", f"//{login_of}")
     if login_of in ("executor", "acme"):
-        url = auth.url_of(users, login_of, plain)
+        url = credentials.url_of(users, login_of, plain)
     ended = run(guarded, "serve", "tokenizer", HEADRACE_NATS_URL=url)
     assert ended.returncode == 1
     assert reason in ended.stderr
@@ -244,7 +245,7 @@ def test_a_health_check_looks_at_the_process_itself(guarded: Up, users: Path, tm
     env = {
         **guarded.env,
         "HEADRACE_CONFIG": str(users / "detokenizer" / "headrace.toml"),
-        "HEADRACE_NATS_URL": auth.url_of(users, "detokenizer", guarded.nats_url),
+        "HEADRACE_NATS_URL": credentials.url_of(users, "detokenizer", guarded.nats_url),
         "XDG_RUNTIME_DIR": str(tmp_path),
     }
     absent = run(guarded, "health", "detokenizer", **env)

@@ -35,6 +35,7 @@ from loadtest.durable import (
     simulated,
     submit_all,
 )
+from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.client.client import Client
@@ -189,7 +190,8 @@ def test_tenant_reads_only_its_own_requests_under_credentials(start_up: StartUp,
 
     async def meet() -> None:
         buses = [
-            await NatsBus.connect(auth.url_of(users, n, up.nats_url), timeout_s=30) for n in ("acme", "bob")
+            await NatsBus.connect(credentials.url_of(users, n, up.nats_url), timeout_s=30)
+            for n in ("acme", "bob")
         ]
         acme, bob = [await Client.open(bus, name) for bus, name in zip(buses, ("acme", "bob"), strict=True)]
         asked = {"prompt": "Hi", "max_tokens": 3, "request_id": "r"}

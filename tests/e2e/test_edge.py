@@ -16,6 +16,7 @@ import httpx
 import pytest
 from support.running_up import BY_DEFAULT_DURABLE, StartUp, Up, end, starter
 
+from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.client.client import Client, NoAnswer
@@ -86,9 +87,9 @@ async def test_an_edge_without_a_model_is_a_client_of_its_centre(
     auth.generate(here, Plan("nats://nats:4222", "default", ("acme",)), print)
     address = f"127.0.0.1:{port}"
     centre = start_durable("--auth", str(there), "--leaves", address)
-    url = auth.url_of(there, "leaf", f"nats-leaf://{address}")
+    url = credentials.url_of(there, "leaf", f"nats-leaf://{address}")
     edge = start_durable("--auth", str(here), "--leaf", url, "--model", "none", HEADRACE_HTTP="127.0.0.1:0")
-    async with client_of(auth.url_of(here, "acme", edge.nats_url), "acme") as client:
+    async with client_of(credentials.url_of(here, "acme", edge.nats_url), "acme") as client:
         assert (await answered(client, MODEL))["choices"][0]["text"]
         assert (await submitted(client, "kept"))["id"] == "kept"
         frames = [frame async for frame in client.stream({**SHORT, "model": MODEL})]
@@ -97,7 +98,7 @@ async def test_an_edge_without_a_model_is_a_client_of_its_centre(
             async for frame in client.stream({**LONG, "model": MODEL, "request_id": "ended"}):
                 if frame["type"] == "delta":
                     client.cancel("ended")
-        async with client_of(auth.url_of(here, "acme", edge.nats_url), "acme") as gone:
+        async with client_of(credentials.url_of(here, "acme", edge.nats_url), "acme") as gone:
             left = gone.stream({**LONG, "model": MODEL, "request_id": "gone", "finish_detached": False})
             while (await anext(left))["type"] != "delta":
                 pass
@@ -110,7 +111,7 @@ async def test_an_edge_without_a_model_is_a_client_of_its_centre(
             assert answer.json()["choices"][0]["message"]["content"], answer.text
             listed = (await web.get(f"{edge.http_url}/models")).json()
             assert [each["id"] for each in listed["data"]] == [MODEL]
-    operator = auth.url_of(there, "operator", centre.nats_url)
+    operator = credentials.url_of(there, "operator", centre.nats_url)
     async with client_of(operator) as looks:
         assert (await end_of(looks, "gone")) == ("error", "the client has gone")
         assert (await end_of(looks, "ended"))[0] == "error"

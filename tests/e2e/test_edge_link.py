@@ -17,6 +17,7 @@ import pytest
 from support.hosts.fleet import host_fleet
 from support.hosts.network import network
 
+from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.client.client import Client, request_all
@@ -41,13 +42,13 @@ def test_requests_submitted_while_the_link_was_down_are_done_once(tmp_path: Path
         centre, edge = net.hosts
         address = f"{centre.address}:7422"
         above = fleet.up(centre, "--auth", str(there), "--leaves", address, HEADRACE_DURABLE="true")
-        url = auth.url_of(there, "leaf", f"nats-leaf://{address}")
+        url = credentials.url_of(there, "leaf", f"nats-leaf://{address}")
         names = {"HEADRACE_MODEL_NAME": OWN, "HEADRACE_DURABLE": "true"}
         below = fleet.up(edge, "--auth", str(here), "--leaf", url, **names)
 
         @asynccontextmanager
         async def acme() -> AsyncIterator[Client]:
-            bus = await NatsBus.connect(auth.url_of(here, TENANT, below.nats_url), timeout_s=LONGEST_S)
+            bus = await NatsBus.connect(credentials.url_of(here, TENANT, below.nats_url), timeout_s=LONGEST_S)
             yield await Client.open(bus, TENANT)
             await bus.drain()
 
@@ -81,7 +82,9 @@ def test_requests_submitted_while_the_link_was_down_are_done_once(tmp_path: Path
                 return ended
 
         async def computed() -> int:
-            bus = await NatsBus.connect(auth.url_of(there, "operator", above.nats_url), timeout_s=LONGEST_S)
+            bus = await NatsBus.connect(
+                credentials.url_of(there, "operator", above.nats_url), timeout_s=LONGEST_S
+            )
             services = await request_all(bus, subjects.STATUS, 1)
             await bus.drain()
             return sum(s["requests"] for s in services if s["kind"] == "tokenizer")

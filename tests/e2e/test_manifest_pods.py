@@ -14,6 +14,7 @@ from support.default_model import model_path
 from support.kubernetes.kubelet import Kubelet, Pod
 from support.kubernetes.manifests import FOLDER, rendered
 
+from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.nats.bus import NatsBus
@@ -121,7 +122,7 @@ async def test_three_nats_servers_find_each_other(start_kubelet: StartKubelet) -
         node.start(server)
     node.wait_ready(*servers)
     assert node.settings["HEADRACE_DURABLE_REPLICAS"] == "3"
-    url = auth.url_of(node.secrets, "keeper").replace("@nats:", f"@{servers[0].address}:")
+    url = credentials.url_of(node.secrets, "keeper").replace("@nats:", f"@{servers[0].address}:")
     bus = await NatsBus.connect(url, timeout_s=10)
     streams = JetStream(bus, replicated=True)
     config = {"subjects": [WORK_ALL], "storage": "file", "num_replicas": 3, "max_bytes": 1 << 20}

@@ -161,7 +161,7 @@ async def test_each_bad_request_gets_its_error(up: Up, nc: Nats) -> None:
     await assert_well(up, nc, pids)
 
 
-async def test_subjects_and_ids(up: Up, nc: Nats) -> None:
+async def test_subjects_and_ids_are_checked(up: Up, nc: Nats) -> None:
     pids = sorted(up.children())
 
     async def error_of(subject: str, body: bytes) -> tuple[int, str | None, str]:
@@ -220,7 +220,7 @@ async def test_message_without_an_answer_does_no_harm(up: Up, nc: Nats) -> None:
     await assert_well(up, nc, pids)
 
 
-async def test_small_questions(up: Up, nc: Nats) -> None:
+async def test_small_queries_are_answered_or_refused(up: Up, nc: Nats) -> None:
     pids = sorted(up.children())
     asks = [
         ("tokenize", b"", 400, None),
@@ -241,7 +241,7 @@ async def test_small_questions(up: Up, nc: Nats) -> None:
     await assert_well(up, nc, pids)
 
 
-async def test_over_the_payload_limit(up: Up, nc: Nats) -> None:
+async def test_request_over_the_payload_limit_is_refused(up: Up, nc: Nats) -> None:
     pids = sorted(up.children())
     with pytest.raises(MaxPayloadError):
         await nc.publish(SUBJECT, bytes(nc.max_payload + 1))
@@ -252,7 +252,7 @@ async def test_over_the_payload_limit(up: Up, nc: Nats) -> None:
     await assert_well(up, nc, pids)
 
 
-async def test_a_long_prompt_does_not_stop_the_beats(up: Up, nc: Nats) -> None:
+async def test_a_long_prompt_does_not_stop_the_heartbeats(up: Up, nc: Nats) -> None:
     """600 kB of digits take two seconds to tokenize; the beat interval here is 0.2 s, death 0.6 s."""
     (tokenizer,) = [s for s in (await statuses(nc)).values() if s["kind"] == "tokenizer"]
     heartbeats = await nc.subscribe(f"hr.default.beat.tokenizer.{tokenizer['id']}")

@@ -69,7 +69,7 @@ def texts_of(chunks: list[Any]) -> list[str]:
     ]
 
 
-def test_the_official_client(client: OpenAI) -> None:
+def test_official_client_gets_its_answers(client: OpenAI) -> None:
     whole = client.chat.completions.create(**ASKED)
     texts = [choice.message.content for choice in whole.choices]
     chunks = list(client.chat.completions.create(**STREAMED))

@@ -100,7 +100,7 @@ def text(answer: dict[str, Any]) -> str:
     return str(answer["response"]["body"]["choices"][0]["text"])
 
 
-def test_a_thousand_lines(client: OpenAI) -> None:
+def test_batch_of_a_thousand_lines_completes(client: OpenAI) -> None:
     batch = begun(client, [line(i) for i in range(1_000)], metadata={"who": "test"})
     found = ended(client, batch)
     assert found.status == "completed", found
@@ -154,7 +154,7 @@ def test_a_refused_line_is_an_error_of_its_own_and_the_rest_completes(client: Op
     assert params == ["max_tokens", "temperature"]
 
 
-def test_lines_for_responses(client: OpenAI) -> None:
+def test_batch_answers_lines_for_responses(client: OpenAI) -> None:
     asked = {"model": MODEL, "input": "What is NATS?", "max_output_tokens": 5, "ignore_eos": True}
     lines = [
         {"custom_id": f"r{i}", "url": "/v1/responses", "body": {**asked, "instructions": "ab"[i % 2]}}

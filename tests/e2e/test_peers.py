@@ -45,7 +45,7 @@ def toml(peers: dict[str, dict[str, str]]) -> str:
     )  # fmt: skip
 
 
-def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_servers_are_measured_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "peers.toml", tmp_path / "out"
     path.write_text(toml({"fast": known("fast", FAST, tmp_path), "slow": known("slow", SLOW, tmp_path)}))
     load = ["--num-prompts", "6", "--input-len", "4", "--output-len", "5", "--max-concurrency", "1,3"]

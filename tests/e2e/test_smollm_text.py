@@ -40,13 +40,13 @@ def raw() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("question", PROMPTS)
-def test_prompt_ids(model: ServedModel, question: str) -> None:
+def test_prompt_ids_equal_transformers(model: ServedModel, question: str) -> None:
     request = read_request({"messages": [{"role": "user", "content": question}]})
     expected = f"{SYSTEM} 1 4093 198 {PROMPTS[question]} 2 198 1 520 9531 198"
     assert encode_prompt(request, None, model, 0) == [int(token) for token in expected.split()]
 
 
-def test_answer_text(model: ServedModel) -> None:
+def test_answer_text_equals_transformers(model: ServedModel) -> None:
     ids = [504, 3575, 282, 4649, 314, 7042, 30, 2]
     assert model.vocabulary.decode(ids) == "The capital of France is Paris."
 
@@ -65,7 +65,7 @@ def test_any_text_equals_plain_python(
         assert model.vocabulary.decode(ids) == text
 
 
-def test_facts(model: ServedModel) -> None:
+def test_facts_of_the_model_are_right(model: ServedModel) -> None:
     vocabulary = model.vocabulary
     assert (vocabulary.size, vocabulary.eos_ids, vocabulary.prefix_ids) == (49152, (2, 0), ())
     assert len(vocabulary.special_ids) == 17

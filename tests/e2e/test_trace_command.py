@@ -42,7 +42,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_off_imports_nothing(env: dict[str, str], up: Up) -> None:
+def test_tracing_imports_no_sdk_when_it_is_off(env: dict[str, str], up: Up) -> None:
     plain = {k: v for k, v in up.env.items() if not k.startswith("OTEL_")}
     done = subprocess.run(
         [sys.executable, "-c", CHECK], env={**plain, **env}, capture_output=True, text=True, check=False
@@ -50,7 +50,7 @@ def test_off_imports_nothing(env: dict[str, str], up: Up) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_trace_command(up: Up, tmp_path: Path) -> None:
+def test_trace_command_draws_a_request(up: Up, tmp_path: Path) -> None:
     body = {"prompt": LONG_PROMPT, "max_tokens": 8, "ignore_eos": True, "request_id": "traced"}
     assert up.run("request", json.dumps(body)).returncode == 0
     shown = up.run("trace", "traced")

@@ -1,5 +1,5 @@
 """A prompt on two ranks whose step comes in halves: real processes, and what is seen of it from outside. For
-the tokens of halves and of the whole see unit/services/executor/group/test_driver_halves.py."""
+the tokens of halves and of the whole see unit/services/executor/group/test_driver_micro_batches.py."""
 
 from __future__ import annotations
 

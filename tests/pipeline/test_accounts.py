@@ -16,6 +16,7 @@ from nats.aio.client import Client as Nats
 from nats.errors import NoRespondersError
 from support.pipeline.five_actors import Pipeline
 
+from services.launcher import credentials
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -53,7 +54,7 @@ class Guarded(Pipeline):
         return runtime
 
     async def connection(self, user: str) -> NatsBus:
-        url = auth.url_of(self.users, user, self.url)
+        url = credentials.url_of(self.users, user, self.url)
         return await NatsBus.connect(url, timeout_s=20, on_fault=self.faults.append)
 
 
@@ -63,7 +64,7 @@ async def pipeline(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gu
     auth.generate(users, Plan("nats://nats:4222", FLEET, ("acme",), accounts=True), print)
     limits = f"connections={CONNECTIONS},payload=64KB"
     auth.generate(users, Plan("nats://nats:4222", FLEET, ("bob",), limits=limits), print)
-    server = servers.start(extra=auth.authorization(users, FLEET))
+    server = servers.start(extra=credentials.authorization(users, FLEET))
     Guarded.users, Guarded.url, Guarded.faults = users, server.url, []
 
     async def operator() -> Bus:
@@ -83,7 +84,7 @@ async def pipeline(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gu
 @asynccontextmanager
 async def plain(pipeline: Guarded, tenant: str, **options: Any) -> AsyncIterator[Nats]:
     """A nats-py client as it comes, with the usual inboxes."""
-    url = auth.url_of(pipeline.users, tenant, pipeline.url)
+    url = credentials.url_of(pipeline.users, tenant, pipeline.url)
     connection = await nats.connect(url, allow_reconnect=False, **options)
     try:
         yield connection
@@ -237,7 +238,7 @@ async def test_a_tenant_at_its_limits_disturbs_no_other(pipeline: Guarded) -> No
         streams = [await started(nc, name, f"of-{name}", max_tokens=400) for name, nc in both.items()]
         reason = "maximum account active connections exceeded|its account has as many as it may"
         with pytest.raises(SetupError, match=reason):  # a reset may overtake the server's words each time
-            url = auth.url_of(pipeline.users, "bob", pipeline.url)
+            url = credentials.url_of(pipeline.users, "bob", pipeline.url)
             await NatsBus.connect(url, timeout_s=1)
         await big.publish(f"headrace.v1.generate.bob.{MODEL}", body(prompt="x" * 70_000))
         await asyncio.wait_for(cut.wait(), 60)
@@ -255,4 +256,4 @@ async def test_no_account_of_a_tenant_has_streams_on_disk_and_no_stranger_an_acc
     async with plain(pipeline, "acme") as nc:
         with pytest.raises(nats.js.errors.ServiceUnavailableError):
             await nc.jetstream().add_stream(name="S", subjects=["s"])
-    assert access.parse(auth.url_of(pipeline.users, "keeper")).accounts
+    assert access.parse(credentials.url_of(pipeline.users, "keeper")).accounts

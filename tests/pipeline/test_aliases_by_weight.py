@@ -213,7 +213,7 @@ async def test_the_others_take_the_part_of_a_model_that_has_gone(
 
 
 @pytest.mark.parametrize("connect", ["nats"], indirect=True)
-async def test_the_operators_commands(
+async def test_operators_commands_change_the_weights(
     two: Two, nats_server: NatsServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = Target(nats_server.url, "big")
@@ -275,13 +275,13 @@ async def test_a_request_to_an_alias_that_another_tokenizer_has_not_ended_yet_is
     await two.until(lambda: two.is_settled("chat"))
     slow, ended = two.runtimes["tokenizer-2"].actor, asyncio.Event()
     assert isinstance(slow, TokenizerActor)
-    subscribe = slow._aliases._subscribe
+    subscribe = slow._aliases[0]._subscribe
 
     async def late(name: str) -> None:
         await ended.wait()
         await subscribe(name)
 
-    monkeypatch.setattr(slow._aliases, "_subscribe", late)
+    monkeypatch.setattr(slow._aliases[0], "_subscribe", late)
     await two.set("chat")
     asked = [asyncio.ensure_future(two.model_of("chat", f"late{n}")) for n in range(8)]
     await two.until(lambda: any(each.actor._queries._looking for each in tokenizers(two)))
@@ -376,7 +376,7 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
         subject = f"$JS.API.STREAM.DELETE.{subjects.ALIAS_STREAM}"
         assert b'"success":true' in (await two.client.bus.request(subject, b"", timeout_us=5_000_000)).data
 
-    monkeypatch.setattr(aliases, "LOOK_US", 100_000)
+    monkeypatch.setattr(aliases, "STREAM_POLL_US", 100_000)
     two = await Two.start(connect, "removed", model_name="big")
     assert isinstance(two, Two)
     streams = JetStream(two.client.bus)
@@ -385,7 +385,7 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
     await two.set("code")
     both = {subjects.alias("chat"), subjects.alias("code")}
     assert await stored() == both, "a deleted one stays deleted"
-    known = [each._aliases._streams.made for each in two.tokenizers()]
+    known = [each._aliases[0]._streams.made for each in two.tokenizers()]
     await two.until(lambda: all(made.was_found(subjects.ALIAS_STREAM) for made in known))
     await remove()
     async with asyncio.timeout(30):
@@ -396,7 +396,7 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
             await asyncio.sleep(0.05)
     removed = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
     assert removed == [subjects.ALIAS_STREAM]
-    monkeypatch.setattr(aliases, "LOOK_US", 3_600_000_000)
+    monkeypatch.setattr(aliases, "STREAM_POLL_US", 3_600_000_000)
     await two.until(lambda: all(_looks_late(each) for each in two.runtimes.values()))
     await remove()
     await two.set("other", big=1)
@@ -408,7 +408,10 @@ def _looks_late(runtime: Runtime) -> bool:
     actor = runtime.actor
     if not isinstance(actor, TokenizerActor):
         return True
-    return actor._aliases._looks_at_us > runtime.clock.now_us() + 1_000_000_000 and not actor._aliases._tasks
+    return (
+        actor._aliases[0]._looks_at_us > runtime.clock.now_us() + 1_000_000_000
+        and not actor._aliases[0]._tasks
+    )
 
 
 class SetClock(SystemClock):

@@ -154,7 +154,7 @@ async def embed(http: httpx.AsyncClient, given: Any, **fields: Any) -> Any:
     return reply.json()
 
 
-async def test_every_form_of_input(http: httpx.AsyncClient) -> None:
+async def test_every_form_of_input_is_embedded(http: httpx.AsyncClient) -> None:
     found = await embed(http, "Hello")
     assert (found["object"], found["model"]) == ("list", MODEL)
     (first,) = found["data"]
@@ -174,7 +174,7 @@ async def test_every_form_of_input(http: httpx.AsyncClient) -> None:
     assert pair[0]["embedding"] == vector
 
 
-async def test_bytes_and_leading_numbers(http: httpx.AsyncClient) -> None:
+async def test_vectors_come_as_bytes_and_by_leading_numbers(http: httpx.AsyncClient) -> None:
     vector = (await embed(http, "Hello"))["data"][0]["embedding"]
     (packed,) = (await embed(http, "Hello", encoding_format="base64", user="me"))["data"]
     assert list(np.frombuffer(base64.b64decode(packed["embedding"]), "<f4")) == vector

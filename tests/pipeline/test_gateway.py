@@ -180,7 +180,7 @@ async def test_sampling_fields_arrive(client: AsyncOpenAI, http: httpx.AsyncClie
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
-async def test_the_models(client: AsyncOpenAI) -> None:
+async def test_models_are_listed(client: AsyncOpenAI) -> None:
     assert [m.id async for m in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).owned_by == "headrace"
     with pytest.raises(openai.NotFoundError, match="no service serves model 'other'"):
@@ -204,7 +204,7 @@ async def test_errors_are_the_clients_own(client: AsyncOpenAI) -> None:
     assert (late.value.status_code, late.value.code) == (504, "timeout")
 
 
-async def test_bodies_that_are_none(http: httpx.AsyncClient) -> None:
+async def test_malformed_bodies_are_refused(http: httpx.AsyncClient) -> None:
     head = {"content-type": "application/json"}
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         assert (await http.post(path, content=b"{", headers=head)).status_code == 400
@@ -275,7 +275,7 @@ async def test_calls_that_belong_together_may_have_one_id(http: httpx.AsyncClien
     assert len({a.json()["id"] for a in answers}) == 8
 
 
-async def test_tokens_there_and_back(http: httpx.AsyncClient) -> None:
+async def test_tokens_survive_detokenize_and_tokenize(http: httpx.AsyncClient) -> None:
     there = (await http.post("/tokenize", json={"model": MODEL, "prompt": "Hello world"})).json()
     assert there["count"] == len(there["tokens"]) == 2
     back = (await http.post("/detokenize", json={"model": MODEL, "tokens": there["tokens"]})).json()
@@ -349,7 +349,7 @@ async def test_slow_reader_is_ended_and_delays_no_other(
     assert gateway_status(pipeline)["lines"] == 0  # one tenant, and the main connection
 
 
-async def test_health_is_the_truth(pipeline: Pipeline) -> None:
+async def test_health_shows_whether_a_request_would_be_answered(pipeline: Pipeline) -> None:
     executor = pipeline.runtimes.pop("executor-1")
     await executor.finish(5)
     url = await add_gateway(pipeline, "gateway-2")

@@ -24,7 +24,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     patient(monkeypatch)
 
 
-async def test_pauses_at_four_steps() -> None:
+async def test_pauses_at_four_steps_change_no_token() -> None:
     async with Tiered.up(MODEL, overlap="single", **SIZES) as pipeline:
         first = pipeline.forced.executor.step
         cold = await pipeline.ask(CASE["prompt"], TOKENS, tenant="cold")

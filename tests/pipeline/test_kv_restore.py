@@ -87,7 +87,7 @@ class Dice:
     def __call__(self, executor: Executor) -> list[Sequence]:
         if self._random.random() > 0.2:
             return []
-        able = [s for s in executor.running if not (s.pinned or s.load_job or s.parent)]
+        able = [s for s in executor.running if not (s.turn.pinned or s.copies.load_job or s.parent)]
         return [s for s in able if self._random.random() < 0.4]
 
 

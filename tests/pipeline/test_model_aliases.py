@@ -90,7 +90,7 @@ async def test_every_name_is_listed(http: httpx.AsyncClient, pipeline: Pipeline)
     await pipeline.assert_idle()
 
 
-async def test_requests_over_nats(pipeline: Pipeline) -> None:
+async def test_requests_over_nats_reach_every_name(pipeline: Pipeline) -> None:
     answers = [await pipeline.client.complete({**ASKED, "model": name}) for name in NAMES]
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
     assert {answer["model"] for answer in answers} == {NAMES[0]}

@@ -68,7 +68,7 @@ async def claude(url: str) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-async def test_anthropic_plain_and_streamed(claude: AsyncAnthropic) -> None:
+async def test_anthropic_client_reads_plain_and_streamed_answers(claude: AsyncAnthropic) -> None:
     asked: Any = {"model": MODEL, "max_tokens": 30, "messages": QUESTION, "extra_body": GREEDY}
     whole = await claude.messages.create(**asked)
     assert (whole.type, whole.role, whole.stop_reason) == ("message", "assistant", "end_turn")
@@ -91,7 +91,7 @@ async def test_anthropic_plain_and_streamed(claude: AsyncAnthropic) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "is")
 
 
-async def test_anthropic_tools(claude: AsyncAnthropic) -> None:
+async def test_anthropic_client_calls_tools(claude: AsyncAnthropic) -> None:
     asked: Any = {
         "model": MODEL,
         "max_tokens": 60,
@@ -122,7 +122,9 @@ async def test_anthropic_tools(claude: AsyncAnthropic) -> None:
     assert [block.type for block in after.content] == ["text"]
 
 
-async def test_anthropic_errors(claude: AsyncAnthropic, pipeline: Pipeline, tmp_path: Path) -> None:
+async def test_anthropic_client_raises_its_errors(
+    claude: AsyncAnthropic, pipeline: Pipeline, tmp_path: Path
+) -> None:
     import anthropic
 
     asked: Any = {"model": MODEL, "max_tokens": 5, "messages": QUESTION}
@@ -157,7 +159,7 @@ async def llama(url: str) -> ollama.AsyncClient:
     return ollama.AsyncClient(host=url)
 
 
-async def test_ollama_chat_and_generate(llama: ollama.AsyncClient) -> None:
+async def test_ollama_client_chats_and_generates(llama: ollama.AsyncClient) -> None:
     asked: Any = {"model": f"{MODEL}:latest", "options": OPTIONS}
     whole = await llama.chat(**asked, messages=QUESTION)
     assert "Paris" in (whole.message.content or "")
@@ -178,7 +180,7 @@ async def test_ollama_chat_and_generate(llama: ollama.AsyncClient) -> None:
     assert all(piece.response for piece in pieces[:-1])
 
 
-async def test_ollama_loads_and_thinks(llama: ollama.AsyncClient) -> None:
+async def test_ollama_client_loads_and_gets_reasoning(llama: ollama.AsyncClient) -> None:
     empty = await llama.generate(model=MODEL)
     assert (empty.model, empty.response, empty.done, empty.done_reason) == (MODEL, "", True, "load")
     unloaded = [part async for part in await llama.generate(model=MODEL, stream=True, keep_alive=0)]
@@ -195,7 +197,7 @@ async def test_ollama_loads_and_thinks(llama: ollama.AsyncClient) -> None:
     )  # its template has no such variable
 
 
-async def test_ollama_formats_and_tools(llama: ollama.AsyncClient) -> None:
+async def test_ollama_client_uses_formats_and_tools(llama: ollama.AsyncClient) -> None:
     options = {**OPTIONS, "num_predict": 60}
     weather: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
     formed = await llama.chat(model=MODEL, messages=weather, format=SCHEMA, options=options)
@@ -211,7 +213,7 @@ async def test_ollama_formats_and_tools(llama: ollama.AsyncClient) -> None:
     assert after.done
 
 
-async def test_ollama_models_and_errors(llama: ollama.AsyncClient) -> None:
+async def test_ollama_client_lists_models_and_raises_errors(llama: ollama.AsyncClient) -> None:
     listed = await llama.list()
     assert [model.model for model in listed.models] == [MODEL]
     assert [model.name for model in (await llama.ps()).models] == [MODEL]

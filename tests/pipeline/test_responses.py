@@ -52,7 +52,7 @@ async def client(pipeline: Pipeline) -> AsyncIterator[AsyncOpenAI]:
     await remove_gateway(pipeline)
 
 
-async def test_plain_and_streamed(client: AsyncOpenAI) -> None:
+async def test_response_is_the_same_plain_and_streamed(client: AsyncOpenAI) -> None:
     whole = await client.responses.create(**ASKED, max_output_tokens=30, metadata={"a": "b"})
     assert (whole.status, whole.metadata, whole.error) == ("completed", {"a": "b"}, None)
     assert "Paris" in whole.output_text
@@ -102,7 +102,7 @@ async def test_structured_output_and_log_probabilities(client: AsyncOpenAI) -> N
     assert [entry.token for entry in streamed] == [entry.token for entry in text.logprobs]
 
 
-async def test_tools_there_and_back(client: AsyncOpenAI) -> None:
+async def test_response_calls_a_tool_and_reads_its_result(client: AsyncOpenAI) -> None:
     asked: Any = {**ASKED, "input": [{"role": "user", "content": "How is the weather in Oslo?"}]}
     asked |= {"tools": [WEATHER], "max_output_tokens": 60}
     whole = await client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False)

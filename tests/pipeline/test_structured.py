@@ -38,7 +38,7 @@ class City(BaseModel):
     sky: Literal["clear", "cloudy"]
 
 
-async def test_structured_output_and_functions(fleet: str) -> None:
+async def test_structured_output_and_functions_follow_their_schemas(fleet: str) -> None:
     broker = MemoryBroker()
 
     async def connect() -> Any:

@@ -209,7 +209,7 @@ async def test_models_stated_defaults_apply_to_each_request(world: World, tmp_pa
     assert plain == {"seed": 1, "slo_class": "standard"}
 
 
-async def test_a_stream(world: World, scheduler: HandScheduler) -> None:
+async def test_stream_delivers_its_frames_in_order(world: World, scheduler: HandScheduler) -> None:
     got = await world.stream({**CHAT, "stop": ["ant"]})
     frames = [json.loads(delivery.data) for delivery in got]
     assert [frame["frame"] for frame in frames] == list(range(len(frames)))
@@ -388,7 +388,7 @@ async def test_a_cancel_that_finds_its_request_in_the_queue(world: World, schedu
     assert [message.request for message, _ in scheduler.tokenized] == ["r0"]
 
 
-async def test_questions(world: World, scheduler: HandScheduler) -> None:
+async def test_queries_are_answered_by_the_tokenizer(world: World, scheduler: HandScheduler) -> None:
     models = json.loads((await world.ask(subjects.MODELS, b"")).data)
     assert [entry["id"] for entry in models["data"]] == ["tiny"]
     ids = json.loads((await world.ask(subjects.tokenize("public", "tiny"), {"prompt": "Hi é"})).data)[

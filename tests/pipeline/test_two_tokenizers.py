@@ -53,7 +53,8 @@ class House:
         actor, bus = self.actor(name), self.fleet.runtimes[name].bus
         assert isinstance(bus, MemoryBus)
         hang = Hang(bus)
-        actor._turn = hang.stops(actor._turn)
+        (standby,) = actor._standby
+        standby._turn = hang.stops(standby._turn)
         actor._tenant_queue._next = hang._later(actor._tenant_queue._next)
         return hang
 

@@ -46,7 +46,7 @@ def http_at(path: Path) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://localhost")
 
 
-async def test_requests_streams_and_states(pipeline: Pipeline, tmp_path: Path) -> None:
+async def test_unix_socket_serves_requests_streams_and_states(pipeline: Pipeline, tmp_path: Path) -> None:
     path = tmp_path / "http.sock"
     await add_at(pipeline, path)
     await healthy(pipeline)

@@ -33,7 +33,7 @@ def final_of(house: House, seq: int = 1) -> tuple[str, int, str]:
     return sequence.state, sequence.final, sequence.reason
 
 
-async def test_one_request(house: House) -> None:
+async def test_request_sends_these_messages(house: House) -> None:
     frames = await house.ask(PROMPT, max_tokens=2)
     assert house.transcript == [
         "T>S Tokenized",

@@ -1,4 +1,4 @@
-"""A counter is declared once: whatever exports, shows or documents one follows from its declaration."""
+"""A counter is declared once: all that exports, shows or documents one follows from its declaration."""
 
 from __future__ import annotations
 

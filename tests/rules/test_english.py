@@ -111,7 +111,7 @@ def test_names_hold_no_vague_word() -> None:
 def test_tests_are_named_by_their_subject() -> None:
     tests = [(source.name, name) for source in SOURCES for name in re.findall(r"def (test_\w+)", source.text)]
     assert len(tests) > 3_000
-    assert [test for test in tests if NAMED_LATE.match(test[1])] == []
+    assert [test for test in tests if NAMED_LATE.match(test[1]) or test[1].count("_") < 3] == []
 
 
 @pytest.mark.parametrize(

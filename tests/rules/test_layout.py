@@ -20,6 +20,7 @@ from support.without_folder import DELETABLE, LINES, module_of, names
 
 MOST_LINES, LEAST_LINES, MOST_FILES = 850, 30, 20
 SMALL = 100
+CORE = "core outside the deletable folders"
 
 # What a file of a layer may import of its service: its own layer and those before it. Within a layer any
 # order that has no circle.
@@ -94,19 +95,19 @@ def on_the_path() -> list[str]:
     return [name for name in the_product() if name.startswith(ONE_PATH) and not name.startswith(HANGING)]
 
 
-def test_sizes_of_files() -> None:
+def test_files_are_below_their_limit() -> None:
     sizes = {s.name: s.lines for s in product() if not s.is_init}
     assert {name: n for name, n in sizes.items() if n > MOST_LINES} == {}
     small = {name: n for name, n in the_product().items() if n < LEAST_LINES}
     assert {name for name in small if Path(name).name not in ("ref.py", "gpu.py")} == set()
 
 
-def test_sizes_of_folders() -> None:
+def test_folders_are_below_their_limit() -> None:
     files = Counter(str(Path(name).parent) for name in the_product())
     assert {folder: n for folder, n in files.items() if n > MOST_FILES} == {}
 
 
-def test_no_circle_of_imports() -> None:
+def test_imports_have_no_circle() -> None:
     assert circles({name: to for name, to in imported().items() if name.split("/")[0] in PRODUCT}) == []
 
 
@@ -169,7 +170,11 @@ def rooms() -> dict[str, list[int]]:
         found["/".join(parts[:2]) if parts[0] == "services" else parts[0]].append(count)
     small = [count for count in lines.values() if count < SMALL]
     path = [lines[name] for name in on_the_path()]
-    return {**found, "product": list(lines.values()), "the one path": path, "files below 100 lines": small}
+    core = [count for name, count in lines.items() if not name.startswith(tuple(DELETABLE))]
+    return {
+        **found, "product": list(lines.values()), CORE: core, "the one path": path,
+        "files below 100 lines": small,
+    }  # fmt: skip
 
 
 def budgets() -> dict[str, tuple[int, int]]:
@@ -185,9 +190,14 @@ def test_the_one_path_is_in_the_tree() -> None:
 
 def test_no_room_exceeds_its_budget() -> None:
     limits, found = budgets(), rooms()
-    assert limits.keys() == found.keys()
-    over = {room: (len(n), sum(n)) for room, n in found.items() if len(n) > limits[room][0]}
-    over |= {room: (len(n), sum(n)) for room, n in found.items() if sum(n) > (limits[room][1] or sum(n))}
+    assert found.keys() - limits.keys() <= {CORE}  # its limit is a goal so far
+    assert limits.keys() <= found.keys()
+    sizes = {room: (len(found[room]), sum(found[room])) for room in limits}
+    over = {
+        room: (files, lines)
+        for room, (files, lines) in sizes.items()
+        if files > limits[room][0] or lines > (limits[room][1] or lines)
+    }
     assert over == {}
 
 

@@ -75,7 +75,7 @@ def imports_of(source: Source) -> set[str]:
     return {module.partition(".")[0] for module, _ in source.imports()}
 
 
-def test_function_sizes() -> None:
+def test_functions_are_below_their_limit() -> None:
     """A kernel is one function, whose arguments, pointers and sizes, stand one on a line."""
     kernels = {f"{s.name}:{f.name}": length(f) for s in product() for f in s.functions if _is_kernel(f)}
     sizes = {f"{s.name}:{f.name}": length(f) for s in product() for f in s.functions if not _is_kernel(f)}
@@ -99,7 +99,7 @@ def test_kernels_name_their_own_parameters() -> None:
     assert wrong == []
 
 
-def test_class_sizes() -> None:
+def test_classes_are_below_their_limit() -> None:
     def methods(node: ast.ClassDef) -> int:
         functions = [n for n in node.body if isinstance(n, FunctionNode)]
         return sum(not any(_name(d) == "property" for d in f.decorator_list) for f in functions)
@@ -108,7 +108,7 @@ def test_class_sizes() -> None:
     assert {name: n for name, n in sizes.items() if n > 30} == {}
 
 
-def test_parameter_counts() -> None:
+def test_functions_have_at_most_8_parameters() -> None:
     def parameters(function: FunctionNode) -> int:
         a = function.args
         names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
@@ -120,7 +120,7 @@ def test_parameter_counts() -> None:
     assert {n: c for n, c in counts.items() if c > 8 and n not in overridden} == {}
 
 
-def test_no_arguments_in_tuples() -> None:
+def test_parameters_are_no_wide_tuples() -> None:
     """No parameter is a tuple of more than two; kernels are exempt."""
     found = {
         f"{source.name}:{function.name}"
@@ -181,7 +181,7 @@ def test_every_file_has_a_docstring() -> None:
     assert [s.name for s in product() if not ast.get_docstring(s.tree)] == []
 
 
-def test_no_swallowed_exceptions() -> None:
+def test_exceptions_are_not_swallowed() -> None:
     swallowed = []
     for source in product():
         for node in source.nodes:
@@ -210,12 +210,12 @@ def test_ignores_have_reasons() -> None:
     assert bare == []
 
 
-def test_no_globals_as_context() -> None:
+def test_functions_assign_no_globals() -> None:
     found = [s.name for s in product() for n in s.nodes if isinstance(n, ast.Global)]
     assert found == []
 
 
-def test_no_mixins() -> None:
+def test_classes_are_no_mixins() -> None:
     assert [c.name for s in product() for c in s.classes if c.name.endswith("Mixin")] == []
 
 

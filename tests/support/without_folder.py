@@ -32,8 +32,16 @@ DELETABLE = {
     "services/executor/cpu/autotune.py": "services/executor/engine.py",
     "services/executor/encoder/": "services/executor/actor.py",
     "services/executor/group/": "services/executor/actor.py",
+    "services/tokenizer/aliases.py": "services/tokenizer/actor.py",
+    "services/tokenizer/standby.py": "services/tokenizer/actor.py",
     "services/detokenizer/durable/": "services/detokenizer/actor.py",
     "services/scheduler/reports/event_log.py": "services/scheduler/actor.py",
+    "services/launcher/host_agent.py": "services/launcher/up.py",
+    "services/launcher/commands/auth.py": "services/launcher/cli.py",
+    "services/launcher/commands/completion.py": "services/launcher/cli.py",
+    "services/launcher/commands/logs.py": "services/launcher/cli.py",
+    "services/launcher/commands/record.py": "services/launcher/cli.py",
+    "services/launcher/commands/status.py": "services/launcher/cli.py",
     "services/launcher/commands/batch.py": "services/launcher/cli.py",
     "services/launcher/commands/chat.py": "services/launcher/cli.py",
     "services/launcher/commands/doctor.py": "services/launcher/cli.py",
@@ -49,12 +57,19 @@ DELETABLE = {
     "services/gateway/dialects/responses.py": "services/gateway/app.py",
     "services/gateway/batches.py": "services/gateway/app.py",
     "services/gateway/page.py": "services/gateway/app.py",
+    "services/keeper/batches/": "services/keeper/parts.py",
+    "services/keeper/forwarding.py": "services/keeper/parts.py",
+    "services/keeper/webhooks.py": "services/keeper/parts.py",
     "services/kv_offload/peers/nixl.py": "services/kv_offload/peers/wire.py",
     "services/kv_offload/backends/folder.py": "services/kv_offload/backends/interface.py",
     "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
 }
 
-LINES = {"services/launcher/commands/chat.py": 2, "services/launcher/commands/submit.py": 4}  # one a command
+LINES = {  # one a command, and that for mistyped ones
+    "services/launcher/commands/chat.py": 2, "services/launcher/commands/completion.py": 2,
+    "services/launcher/commands/record.py": 3, "services/launcher/commands/status.py": 3,
+    "services/launcher/commands/submit.py": 4,
+}  # fmt: skip
 
 PIPELINE = ("scheduler", "detokenizer", "executor", "tokenizer")
 BYTECODE = f".{sys.implementation.cache_tag}.pyc"

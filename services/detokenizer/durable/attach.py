@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from services.detokenizer.reconnect import Reconnect
 from services.detokenizer.response import (
@@ -26,12 +25,11 @@ from services.detokenizer.response import (
     RequestKey,
     ResponseText,
 )
-from shared.api import read_json
+from shared import bodies
 from shared.errors import BadRequest, HeadraceError, Moved, Overloaded, PayloadTooLarge
 from shared.replies import HASH_DIGITS, end_headers, error_reply, text_hash
 
 MAX_BYTES = 65_536  # of a question: 64 choices take 4,000
-MOST = 2**53  # of a number, as in JavaScript
 BUSY_MS = 250  # to try again: a backlog leaves within this time, or the broker is away
 FORM = 'send {"choices": {"0": {"chars": 5, "hash": "…"}}, "attempt": 1}, or nothing if you have no text'
 
@@ -51,24 +49,18 @@ class Start:
         if len(body) > MAX_BYTES:
             raise PayloadTooLarge(f"{len(body)} bytes to attach are over {MAX_BYTES}: {FORM}")
         try:
-            fields: Any = read_json(body) if body.strip() else {}
-            choices = {int(index): _had(had) for index, had in fields.get("choices", {}).items()}
-            return cls(choices, _count(fields.get("attempt", 0)), fields.get("leave") is True)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            asked = bodies.asked(bodies.Attach, body)
+            choices = {int(index): _had(had) for index, had in asked.get("choices", {}).items()}
+        except (BadRequest, ValueError):
             raise BadRequest(f"the place to go on from is not clear: {FORM}", param="choices") from None
+        return cls(choices, asked.get("attempt", 0), asked.get("leave", False))
 
 
-def _had(had: Mapping[str, Any]) -> tuple[int, str]:
-    chars, digest = _count(had["chars"]), had.get("hash", "")
-    if not isinstance(digest, str) or (chars and len(digest) != HASH_DIGITS):
+def _had(had: bodies.Had) -> tuple[int, str]:
+    chars, digest = had["chars"], had.get("hash", "")
+    if chars and len(digest) != HASH_DIGITS:
         raise ValueError
     return chars, digest
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MOST:
-        raise ValueError
-    return value
 
 
 class Attachments:

@@ -1,5 +1,5 @@
 """`Checkpoints` decides when a durable request's tokens are stored, so that it goes on after the loss of
-everything. Pure; the actor asks every TURN_S while there are such requests, so a token costs nothing.
+everything. Pure; the actor asks every CHECKPOINT_S while there are such requests, so a token costs nothing.
 
     open ──GROWN tokens, or EACH_US──▶ checkpoint: the message for another scheduler, with all tokens so far
 
@@ -18,7 +18,7 @@ from shared import checkpoints
 from shared.messages import Tokenized, Tokens, floats, ints
 from shared.nats import subjects
 
-TURN_S = 0.1
+CHECKPOINT_S = 0.1
 GROWN, GROWTH = 64, 8  # new tokens: at least so many, and this part of all tokens with the prompt
 EACH_US = 1_000_000
 TOKENS_A_SECOND = 4_096  # 16 kB a second for a request

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.durable.attach import Attachments
-from services.detokenizer.durable.checkpoints import TURN_S, Checkpoints
+from services.detokenizer.durable.checkpoints import CHECKPOINT_S, Checkpoints
 from services.detokenizer.response import Command
 from shared.actor.mailbox import Mailbox
 from shared.checkpoints import unpack
@@ -60,7 +60,7 @@ class DurableShell:
         """Run the timer while a request has checkpoints."""
         if not self._timer and self._checkpoints.is_active:
             self._timer = True
-            asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._turn))
+            asyncio.get_running_loop().call_later(CHECKPOINT_S, self._mailbox.guarded(self._turn))
 
     @property
     def metrics(self) -> Metrics:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.constants import GGMLQuantizationType as Kind
+from gguf.constants import GGMLQuantizationType as GgmlType
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,7 +66,7 @@ def load_gguf(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    shard_of: weights.ShardOf = weights.whole_model,
+    partition_of: weights.PartitionOf = weights.whole_model,
     *,
     packed: bool = False,
     load_part: weights.LoadPart = weights.plain_part,
@@ -88,16 +88,16 @@ def load_gguf(
             return stored.rows(_halves(stored.shape[0], shapes.head_dim))
         return stored
 
-    shard = shard_of(shapes)
-    return shard.shapes, weights.assemble(shard, find, dtype, device, load_part)
+    partition = partition_of(shapes)
+    return partition.shapes, weights.assemble(partition, find, dtype, device, load_part)
 
 
-def type_of_blocks(path: Path) -> Kind | None:
+def type_of_blocks(path: Path) -> GgmlType | None:
     """The type of the most weights in blocks that kernels multiply with; None if most weights of a file are
     in others. Raises SetupError on a damaged file."""
     from services.executor.checkpoint.gguf_blocks import can_stay_in_blocks
 
-    tensors, sizes = GgufTensors(path), Counter[Kind]()
+    tensors, sizes = GgufTensors(path), Counter[GgmlType]()
     for entry in tensors.entries.values():
         sizes[entry.kind] += math.prod(entry.shape)
     found = Counter({kind: size for kind, size in sizes.items() if can_stay_in_blocks(kind)})
@@ -144,7 +144,7 @@ def _halves(rows: int, head_dim: int) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     shape: tuple[int, ...]  # slowest dimension first, as torch has it
-    kind: Kind
+    kind: GgmlType
     start_bytes: int
     size_bytes: int
 
@@ -193,7 +193,7 @@ class GgufTensors:
     def embedding(self, name: str, values: Dense) -> Stored:
         """A matrix with `values`, whose rows can be read from the file if that is fast."""
         entry = self._entry(name)
-        if entry.kind != Kind.F32 and entry.kind not in FAST:
+        if entry.kind != GgmlType.F32 and entry.kind not in FAST:
             return values
         return _Embedding(values, self._place(entry))
 
@@ -224,7 +224,7 @@ class GgufTensors:
         return {name: self._checked(shape, kind, base + offset) for name, shape, kind, offset in parsed}
 
     def _checked(self, shape: tuple[int, ...], kind: int, start: int) -> _Entry:
-        quantisation = Kind(kind)
+        quantisation = GgmlType(kind)
         block, block_bytes = GGML_QUANT_SIZES[quantisation]
         if not shape or shape[-1] % block:
             raise ValueError(f"a tensor of {list(shape)} is not in whole blocks of {quantisation.name}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GgmlType
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -101,24 +101,24 @@ def _q6_k(raw: Tensor) -> tuple[Tensor, Tensor, None]:
     return (low | high << 4) + (_BYTES_16.offset - 32), scales.half(), None
 
 
-_KINDS: dict[Kind, tuple[Format, _Read]] = {
-    Kind.Q4_0: (_NIBBLES, _q4_0),
-    Kind.Q4_1: (_NIBBLES_MINIMUM, _q4_1),
-    Kind.Q5_0: (_BYTES, _q5_0),
-    Kind.Q5_1: (_BYTES_MINIMUM, _q5_1),
-    Kind.Q8_0: (_BYTES, _q8_0),
-    Kind.Q4_K: (_NIBBLES_MINIMUM, _q4_k),
-    Kind.Q5_K: (_BYTES_MINIMUM, _q5_k),
-    Kind.Q6_K: (_BYTES_16, _q6_k),
+_KINDS: dict[GgmlType, tuple[Format, _Read]] = {
+    GgmlType.Q4_0: (_NIBBLES, _q4_0),
+    GgmlType.Q4_1: (_NIBBLES_MINIMUM, _q4_1),
+    GgmlType.Q5_0: (_BYTES, _q5_0),
+    GgmlType.Q5_1: (_BYTES_MINIMUM, _q5_1),
+    GgmlType.Q8_0: (_BYTES, _q8_0),
+    GgmlType.Q4_K: (_NIBBLES_MINIMUM, _q4_k),
+    GgmlType.Q5_K: (_BYTES_MINIMUM, _q5_k),
+    GgmlType.Q6_K: (_BYTES_16, _q6_k),
 }
 
 
-def can_stay_in_blocks(kind: Kind) -> bool:
+def can_stay_in_blocks(kind: GgmlType) -> bool:
     """Whether `blocks_of` can read a type."""
     return kind in _KINDS
 
 
-def blocks_of(raw: NDArray[np.uint8], kind: Kind, device: torch.device = _CPU) -> Blocks:
+def blocks_of(raw: NDArray[np.uint8], kind: GgmlType, device: torch.device = _CPU) -> Blocks:
     """A matrix `[rows, columns]` of a file from `[rows, bytes]`, in the memory of `device`. Raises KeyError
     for another type."""
     format_, read = _KINDS[kind]
@@ -133,12 +133,14 @@ class InBlocks(Stored):
     """See services.executor.checkpoint.stored.Stored. Matrices in the blocks of a file, below each other,
     each as its bytes `[rows, bytes]` and its type; nothing is copied until a product packs them."""
 
-    matrices: tuple[tuple[NDArray[np.uint8], Kind], ...]
+    matrices: tuple[tuple[NDArray[np.uint8], GgmlType], ...]
     dtype: torch.dtype = torch.float32  # of `values`
     place: FileMatrix | None = None  # of a whole matrix, as it is in a file
 
     @classmethod
-    def of(cls, raw: NDArray[np.uint8], kind: Kind, rows: int, place: FileMatrix | None = None) -> InBlocks:
+    def of(
+        cls, raw: NDArray[np.uint8], kind: GgmlType, rows: int, place: FileMatrix | None = None
+    ) -> InBlocks:
         return cls(((raw.reshape(rows, -1), kind),), place=place)
 
     @property

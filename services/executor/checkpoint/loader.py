@@ -48,9 +48,9 @@ from services.executor.checkpoint.weights import (
     Weights,
     load_dummy,
     load_hf,
+    partition,
     plain_part,
-    shard,
-    stage_shard,
+    stage_partition,
     stored_hf,
 )
 from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
@@ -149,18 +149,18 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         load_part = part_in_groups
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
-    shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
+    partition_of = functools.partial(partition, rank=ranks.rank, size=ranks.size)
     if options.pipeline:
-        shard_of = functools.partial(stage_shard, stage=stage)
+        partition_of = functools.partial(stage_partition, stage=stage)
     if options.dummy:
-        shapes, weights = load_dummy(options.model_path, dtype, device, shard_of, load_part)
+        shapes, weights = load_dummy(options.model_path, dtype, device, partition_of, load_part)
     elif options.model_path.suffix == ".gguf":
         packed = name in (*PACKED, "int4")
         shapes, weights = load_gguf(
-            options.model_path, dtype, device, shard_of, packed=packed, load_part=load_part
+            options.model_path, dtype, device, partition_of, packed=packed, load_part=load_part
         )
     else:
-        shapes, weights = load_hf(options.model_path, dtype, device, shard_of, load_part)
+        shapes, weights = load_hf(options.model_path, dtype, device, partition_of, load_part)
     if device.type == "cuda" and (ranks.size > 1 or name in ("fp8", "int4")):
         torch.cuda.empty_cache()  # other ranks' parts, plain numbers: fitting_blocks measures the free memory
     wanted = _context_tokens(shapes, options.max_context)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.constants import GGMLQuantizationType as Kind
+from gguf.constants import GGMLQuantizationType as GgmlType
 from gguf.quants import dequantize as gguf_dequantize
 from numpy.typing import NDArray
 from torch import Tensor
@@ -132,14 +132,14 @@ def in_memory(read: Tensor, device: torch.device, dtype: torch.dtype | None = No
     return found.clone() if found is read else found
 
 
-def dequantize(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def dequantize(raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
     """The values of a tensor of `shape`, float32. Raises the gguf library's NotImplementedError for a type
     that it cannot read; the caller adds the file and the tensor.
 
     The gguf library's NumPy code is the reference, and serves every type outside FAST. FAST has the types
     of common small models in torch, bit-equal and on all threads: 0.3 s where NumPy takes 2 s, for 135M
     parameters on 2 cores. Layouts: ggml-common.h of llama.cpp."""
-    if kind == Kind.F32:
+    if kind == GgmlType.F32:
         return torch.from_numpy(raw.view(np.float32).copy()).view(shape)
     if kind in FAST:
         return FAST[kind](torch.from_numpy(raw.copy())).view(shape)
@@ -185,7 +185,8 @@ def _bf16(raw: Tensor) -> Tensor:
 
 
 FAST = {  # others are read with the gguf library
-    Kind.F16: _f16, Kind.BF16: _bf16, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1, Kind.Q8_0: _q8_0,
+    GgmlType.F16: _f16, GgmlType.BF16: _bf16, GgmlType.Q4_0: _q4_0, GgmlType.Q4_1: _q4_1,
+    GgmlType.Q8_0: _q8_0,
 }  # fmt: skip
 
 
@@ -267,7 +268,7 @@ class FileMatrix:
     start_bytes: int
     rows: int
     row_bytes: int
-    kind: Kind
+    kind: GgmlType
 
     def read(self, order: Sequence[int]) -> NDArray[np.uint8]:
         """The rows at the indices `order`, `[len(order), row_bytes]`. Raises EngineGone."""

@@ -10,7 +10,7 @@ Experts are stacked: gate_up [experts, 2 * width, hidden], down [experts, hidden
 `load_hf` reads config.json and one or more *.safetensors files. `load_dummy` draws random weights in the
 shapes of a config.json, for benchmarks of models that are not on this machine. gguf.py uses `assemble`, too.
 
-Each of several ranks holds a part of a model: a run of layers (a Stage), or a `shard` of every layer, by
+Each of several ranks holds a part of a model: a run of layers (a Stage), or a `partition` of every layer, by
 the units of its parts (model/description.py):
 
     q, k, v, gate, up   the rows of its heads and of its part of the MLP's width: no exchange
@@ -80,7 +80,7 @@ _NOTHING = Cut(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Partition:
     """A rank's part. `shapes` has its heads, KV heads, MLP width and layers, and the whole vocabulary."""
 
     shapes: Shapes
@@ -89,7 +89,7 @@ class Shard:
     first: bool = True  # else its parts of the units ONCE are zeros
 
 
-ShardOf = Callable[[Shapes], Shard]  # which part of a model to load
+PartitionOf = Callable[[Shapes], Partition]  # which part of a model to load
 
 
 class Stage:
@@ -125,15 +125,15 @@ class Stage:
 WHOLE = Stage(0, 1)
 
 
-def whole_model(whole: Shapes) -> Shard:
+def whole_model(whole: Shapes) -> Partition:
     """The part of a single rank: everything."""
-    return shard(whole, 0, 1)
+    return partition(whole, 0, 1)
 
 
-def shard(whole: Shapes, rank: int, size: int) -> Shard:
+def partition(whole: Shapes, rank: int, size: int) -> Partition:
     """The part of rank `rank` of `size`. Raises SetupError with too few heads or experts."""
     if size == 1:
-        return Shard(shapes=whole, head_rows=whole.vocab, cuts={})
+        return Partition(shapes=whole, head_rows=whole.vocab, cuts={})
     width = _UNIT if whole.intermediate % _UNIT == 0 else 1
     units = whole.intermediate // width
     if size > min(whole.heads, units):
@@ -160,10 +160,10 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
     description = describe(whole)
     parts = (*description.head.parts, *(part for part, _ in description.parts()))
     cuts = {part.name: Cut(part.dim, *held[part.units]) for part in parts if part.units in held}
-    return Shard(shapes=local, head_rows=rows, cuts=cuts, first=rank == 0)
+    return Partition(shapes=local, head_rows=rows, cuts=cuts, first=rank == 0)
 
 
-def stage_shard(whole: Shapes, stage: Stage) -> Shard:
+def stage_partition(whole: Shapes, stage: Stage) -> Partition:
     """The part of a stage: its layers, on the first stage also the embedding, on the last also the head
     (which may be the embedding). Raises SetupError as `layers_of`."""
     if stage.count == 1:
@@ -175,7 +175,7 @@ def stage_shard(whole: Shapes, stage: Stage) -> Shard:
     if not stage.last:
         cuts["head"] = _NOTHING
     local = replace(whole, layers=end - first, first_layer=first)
-    return Shard(shapes=local, head_rows=whole.vocab if stage.last else 0, cuts=cuts)
+    return Partition(shapes=local, head_rows=whole.vocab if stage.last else 0, cuts=cuts)
 
 
 def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
@@ -282,14 +282,18 @@ def plain_part(part: Part, stored: Stored, dtype: torch.dtype, device: torch.dev
 
 
 def assemble(
-    shard: Shard, find: FindPart, dtype: torch.dtype, device: torch.device, load_part: LoadPart = plain_part
+    partition: Partition,
+    find: FindPart,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_part: LoadPart = plain_part,
 ) -> Weights:
     """Load every weight of a rank's part, from the places that `find` gives, to `device`."""
-    description, order = describe(shard.shapes), _pairs_in_halves(shard.shapes)
+    description, order = describe(partition.shapes), _pairs_in_halves(partition.shapes)
 
     def load_one(part: Part, layer: int) -> Stored:
-        found = load_part(part, _within(find(part, layer), shard.cuts.get(part.name)), dtype, device)
-        if part.units == ONCE and not shard.first:
+        found = load_part(part, _within(find(part, layer), partition.cuts.get(part.name)), dtype, device)
+        if part.units == ONCE and not partition.first:
             return Dense.of(torch.zeros_like(found.values))
         if part.name not in _ROTATED or len(order) == 0:
             return found
@@ -304,13 +308,13 @@ def assemble(
     for i, ops in enumerate(description.layers):
         if time.monotonic() - shown_s >= PROGRESS_S:
             shown_s = time.monotonic()
-            log.info("loading weights: layer %d of %d …", i, shard.shapes.layers)
+            log.info("loading weights: layer %d of %d …", i, partition.shapes.layers)
         weights = (weight for op in ops for weight in weights_of(op))
-        layers.append({weight.name: load(weight, shard.shapes.first_layer + i) for weight in weights})
+        layers.append({weight.name: load(weight, partition.shapes.first_layer + i) for weight in weights})
     embedding = load(description.embedding)
-    tied = shard.shapes.tied
-    head = _within(embedding, shard.cuts.get("head")) if tied else load(description.head)
-    missing = shard.head_rows - head.shape[0]
+    tied = partition.shapes.tied
+    head = _within(embedding, partition.cuts.get("head")) if tied else load(description.head)
+    missing = partition.head_rows - head.shape[0]
     return Weights(
         embedding=embedding,
         norm=load(description.norm.weight).values,
@@ -360,7 +364,7 @@ def load_hf(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    shard_of: ShardOf = whole_model,
+    partition_of: PartitionOf = whole_model,
     load_part: LoadPart = plain_part,
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `folder`; only that part is read. Raises SetupError for an
@@ -375,15 +379,15 @@ def load_hf(
         name, cut = names.of(part, layer)
         return _within(tensors.stored(name), cut)
 
-    shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, find, dtype, device, load_part)
+    partition = partition_of(shapes)
+    return partition.shapes, assemble(partition, find, dtype, device, load_part)
 
 
 def load_dummy(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    shard_of: ShardOf = whole_model,
+    partition_of: PartitionOf = whole_model,
     load_part: LoadPart = plain_part,
 ) -> tuple[Shapes, Weights]:
     """Shapes of a part of `folder`/config.json, and weights drawn on `device`; norms are ones. Each tensor
@@ -400,8 +404,8 @@ def load_dummy(
         values = torch.empty(sizes[part.name], device=device)  # float32: the same numbers in every dtype
         return Dense.of(values.normal_(0.0, _DUMMY_STD, generator=generator).to(dtype))
 
-    shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, find, dtype, device, load_part)
+    partition = partition_of(shapes)
+    return partition.shapes, assemble(partition, find, dtype, device, load_part)
 
 
 _PREFIX, _BARE = "model.", "embed_tokens.weight"  # sentence-transformers writes names without the prefix

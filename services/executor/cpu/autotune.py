@@ -29,7 +29,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.constants import GGMLQuantizationType as Kind
+from gguf.constants import GGMLQuantizationType as GgmlType
 from pydantic import BaseModel, Field
 from torch import Tensor
 
@@ -139,7 +139,9 @@ def timing_for(
     chosen = settings.threads or settings.deterministic or ranks > 1 or settings.backend in ("dummy", "sim")
     if chosen or dtype not in _TYPES or device_of(device).type != "cpu":
         return None
-    kind = type_of_blocks(path) if path.suffix == ".gguf" else Kind.Q4_0  # as those of a checkpoint in 4 bits
+    kind = (
+        type_of_blocks(path) if path.suffix == ".gguf" else GgmlType.Q4_0
+    )  # as those of a checkpoint in 4 bits
     if dtype in PACKED and kind is None:
         return None
     cores = usable_cores()
@@ -173,7 +175,7 @@ def _shown(times: Sequence[float]) -> str:
 # ---- measure --------------------------------------------------------------------------------------------
 
 
-def _product(dtype: str, kind: Kind | None) -> Product:
+def _product(dtype: str, kind: GgmlType | None) -> Product:
     """A product with a matrix, as the engine makes it."""
     weight: Stored
     if dtype in PACKED:

@@ -27,9 +27,9 @@ from kernels.elementwise.gpu import record_timestamp
 from services.executor.checkpoint.loader import Loaded
 from services.executor.engine import COMM, COMPUTE, MAX_SEGMENTS, Segment
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_interleaved
-from services.executor.parallel.peer_memory import PeerMemory
-from services.executor.parallel.ranks import Collectives, PeerCopies, if_mapped
+from services.executor.parallel.ranks import Collectives, MappedCopies, if_mapped
 from services.executor.parallel.step_split import CUT_TOKENS
+from services.executor.parallel.symmetric_memory import SymmetricMemory
 
 BLOCKS = 16  # of a collective that has a limit
 BARRIER_PROCESSORS = 2  # processors left free for the programs of the copies' barriers
@@ -70,7 +70,9 @@ def two_streams(loaded: Loaded, most_tokens: int, *, deterministic: bool) -> Two
         rows = most_tokens // 2 + 2 * CUT_TOKENS
         most_bytes = rows * shapes.hidden * loaded.cache.activations.itemsize
         copies = if_mapped(
-            ranks, lambda: PeerCopies(PeerMemory(most_bytes, device)), "micro-batches use NCCL and gain less"
+            ranks,
+            lambda: MappedCopies(SymmetricMemory(most_bytes, device)),
+            "micro-batches use NCCL and gain less",
         )
         if copies is not None:
             return TwoStreams(copies, BARRIER_PROCESSORS, device)

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
 from kernels.attention.decode import Tuning as DecodeTuning
 from kernels.attention.prefill import PrefillTiles, attend_prefill
-from kernels.collectives.gpu import Norm, PeerBuffers, all_gather, all_reduce_add_rms_norm_
+from kernels.collectives.gpu import MappedBuffers, Norm, all_gather, all_reduce_add_rms_norm_
 from kernels.elementwise import rope_table
 from kernels.elementwise.gpu import (
     HeadNorms,
@@ -52,9 +52,9 @@ from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
 from services.executor.model import description as d
 from services.executor.model.description import Shapes
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
-from services.executor.parallel.peer_memory import PeerMemory
 from services.executor.parallel.ranks import DistributedRanks, Ranks, if_mapped
 from services.executor.parallel.step_split import Chunk
+from services.executor.parallel.symmetric_memory import SymmetricMemory
 from shared.errors import SetupError
 
 log = logging.getLogger("headrace.executor")
@@ -243,7 +243,7 @@ class _ResidualAdd:
         rows, row_bytes = len(residual), residual.shape[1] * residual.element_size()
         # Not for micro-batches: two passes must not use the buffers at once.
         buffers = ranks.symmetric if isinstance(ranks, DistributedRanks) and sums is None else None
-        self._buffers: PeerBuffers | None = buffers.of(rows, row_bytes) if buffers is not None else None
+        self._buffers: MappedBuffers | None = buffers.of(rows, row_bytes) if buffers is not None else None
         self._sums: AllReduces = ranks if sums is None else sums
         self._residual, self._eps, self._chained = residual, eps, chained
         self.whole = ranks.size > 1 and self._buffers is None  # products must not return splits
@@ -350,7 +350,7 @@ class SharedLogits:
     def __init__(self, ranks: Ranks, like: Tensor, rows: int, vocab: int) -> None:
         """For logits of the dtype and device of `like`; all ranks create it at once. Raises torch's errors if
         GPUs cannot map each other's memory."""
-        self._memory = PeerMemory(rows * vocab * like.element_size(), like.device)
+        self._memory = SymmetricMemory(rows * vocab * like.element_size(), like.device)
         self._rank, self._vocab, self._dtype = ranks.rank, vocab, like.dtype
         one = torch.Size([1])
         addresses = [self._memory.of(rank, one, like.dtype).data_ptr() for rank in range(ranks.size)]

@@ -1,1 +1,1 @@
-"""Ranks of one engine use these modules: collectives, peer memory, split steps, coroutines."""
+"""Ranks of one engine use these modules: collectives, symmetric memory, split steps, coroutines."""

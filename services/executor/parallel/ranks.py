@@ -3,7 +3,7 @@
 `Solo` is a single rank without a process group. `join` creates the others, with gloo between CPUs and NCCL
 between GPUs. Every rank makes the same calls in the same order, on one thread; on a GPU a call is queued on
 the current stream, and a graph may capture it. Small host objects are exchanged through the rendezvous store,
-without a GPU. `Collectives` and `PeerCopies` are for split steps: they write into given tensors.
+without a GPU. `Collectives` and `MappedCopies` are for split steps: they write into given tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.errors import SetupError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-    from services.executor.parallel.peer_memory import OneShotAllReduce, SymmetricBuffers
+    from services.executor.parallel.symmetric_memory import OneShotAllReduce, SymmetricBuffers
 
 T = TypeVar("T")
 
@@ -37,12 +37,12 @@ log = logging.getLogger("headrace.executor")
 DRIVER = 0  # the rank in the actor's process
 RENDEZVOUS_TIMEOUT_S = 600.0  # the others may still load their weights
 LEAVE_TIMEOUT_S = 5.0
-_LOOK_S = 0.002  # between two polls of the store
+_STORE_POLL_S = 0.002  # between two polls of the store
 _ONE_HOST = "127.0.0.1"
 # NVLink multicast needs rights that not every host grants, and several processes that use it may hang.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
-_ALIGNED = 256  # bytes: alignment of tensors in the memory of PeerCopies
+_ALIGNED = 256  # bytes: alignment of tensors in the memory of MappedCopies
 
 
 class Ranks(Protocol):
@@ -146,7 +146,7 @@ class DistributedRanks:
                 raise SetupError(
                     f"another rank has not answered for {RENDEZVOUS_TIMEOUT_S:.0f} s: see its log"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_STORE_POLL_S)
         return self._store.get(key)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ def join(
         device_id=device if on_gpu else None,
     )
     if on_gpu and size > 1 and sums:
-        from services.executor.parallel.peer_memory import OneShotAllReduce, SymmetricBuffers
+        from services.executor.parallel.symmetric_memory import OneShotAllReduce, SymmetricBuffers
 
         ranks.one_shot = if_mapped(
             ranks, lambda: OneShotAllReduce(size, device), "NCCL sums, which is slower"
@@ -245,7 +245,7 @@ class Collectives:
         distributed.all_reduce(x, group=self.group)
 
 
-class PeerCopies:
+class MappedCopies:
     """Collectives by plain copies in memory that all ranks can address. All tensors are contiguous.
 
         all-gather       barrier │ write my part to my memory │ barrier │ read the other ranks' memory

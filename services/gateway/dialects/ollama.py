@@ -128,7 +128,7 @@ class OllamaGenerateRequest(OllamaRequest):
     images: Annotated[Any, only([])] = Field(None, description=NOT_YET)
 
 
-Kind = type[OllamaChatRequest] | type[OllamaGenerateRequest]
+RequestType = type[OllamaChatRequest] | type[OllamaGenerateRequest]
 
 
 class OllamaEmbedRequest(BaseModel):
@@ -155,7 +155,7 @@ class OllamaShowRequest(BaseModel):
     verbose: Any = _IDLE
 
 
-def read(fields: Body, kind: Kind) -> Body:
+def read(fields: Body, kind: RequestType) -> Body:
     """The fields of a chat or a completion of the OpenAI API; `done_reason` if there is nothing to answer.
     Raises BadRequest."""
     try:
@@ -382,7 +382,7 @@ def embedded(call: Call, natives: Sequence[Body], _: Sequence[str]) -> Body:
     }
 
 
-def _api(kind: Kind, *, chat: bool) -> Api:
+def _api(kind: RequestType, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
     whole = partial(whole_answer, chat=chat)
     return Api(whole, chunks, partial(read, kind=kind), ignored=partial(ignored, kind=kind))

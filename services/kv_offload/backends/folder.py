@@ -30,7 +30,7 @@ log = logging.getLogger("headrace.kv_offload")
 
 FORM = "file:///folder or file:///folder?gib=100 (the most it may hold)"
 _LIMIT = re.compile(r"(?:gib=([0-9]{1,6}(?:\.[0-9]{1,3})?))?")
-LOOK_S = 10.0  # between looks at the disk, which other programs fill, too
+DISK_POLL_S = 10.0  # between looks at the disk, which other programs fill, too
 ROOM_PERCENT = 10  # of the limit: made by an eviction, and written at most before the next look
 LEFT_FREE = 20  # a limit of its own leaves 1/20 of the disk free
 PARTIAL_S = 600.0  # an unfinished file that has been as it is for so long has no writer
@@ -212,7 +212,7 @@ class Folder:
 
     def _keep(self, ended: threading.Event) -> None:
         while True:
-            asked = self._wake.wait(LOOK_S)
+            asked = self._wake.wait(DISK_POLL_S)
             if ended.is_set():
                 return
             self._wake.clear()

@@ -34,14 +34,15 @@ import json
 import os
 import re
 import secrets
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from services.launcher import credentials
 from services.launcher.console import load, print_line
+from services.launcher.credentials import ACCOUNTS, API_KEY, CLASSES, FILE, KEYS, SERVICES_ACCOUNT, TENANTS
 from services.launcher.leaf import PORT
 from services.launcher.nats_server import ServerLimits, quoted
 from shared.config import DEFAULT_NATS_URL
@@ -50,7 +51,6 @@ from shared.nats import access
 from shared.nats.access import Permissions
 from shared.nats.subjects import DEFAULT_TENANT, token, untoken
 
-SERVICES_ACCOUNT = access.user_of("services")  # the account of the services; no tenant has such a name
 LIMIT_NAMES = ("connections", "subscriptions", "payload", "jetstream")
 MOST, MOST_BYTES = 2**31 - 1, 2**50  # nats-server cuts larger numbers down to 32 bits
 _SIZE = re.compile(r"(\d{1,9})(|KB|MB|GB)")
@@ -122,12 +122,6 @@ def _import(subject: str, account: str) -> dict[str, Any]:
     return {"stream": {"account": account, "subject": subject}}
 
 
-FILE = "headrace.toml"
-TENANTS = "tenants"
-KEYS = "keys"  # the gateway's setting `http_keys`
-ACCOUNTS = "accounts"  # in the folder of the server
-CLASSES = "classes"  # the tokenizers' setting `tenant_classes`
-API_KEY = "api_key"
 _UNWRITABLE = re.compile(r"[\s#]")  # a tenant with such a name cannot stand in a line of the keys file
 PASSWORD_BYTES = 32
 
@@ -183,7 +177,7 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
         if (server / name).exists() and not (server / name).read_text().startswith(HEAD):
             raise SetupError(f"{server / name} was not made by `headrace auth`: choose another folder")
     read_limits(plan.limits)
-    users, has_accounts = {}, plan.accounts or bool(account_of(folder))
+    users, has_accounts = {}, plan.accounts or bool(credentials.account_of(folder))
     for subfolder, (user, allowed) in _wanted(folder, plan).items():
         url = access.with_accounts(plan.url, on=has_accounts and subfolder in access.SERVICES)
         password = _password(folder / subfolder / FILE, user, url, plan, report)
@@ -194,29 +188,14 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
     _write(server / "nats.conf", server_conf(plan.tls, ServerLimits(), leaves=_has_leaves(folder, plan)))
     limits = None
     if has_accounts:
-        if (server / "users.conf").exists() and not account_of(folder):
+        if (server / "users.conf").exists() and not credentials.account_of(folder):
             report(MOVE)
         _write(server / ACCOUNTS, _by_tenant(folder, server / ACCOUNTS, plan, plan.limits, ""))
         limits = _limits(server / ACCOUNTS)
-    if not _is_current(server / "users.conf", users, limits):
-        _write(server / "users.conf", users_conf(users, limits))
-        report(f"{server / 'users.conf'}: {len(users)} users; a running nats-server reads it after a SIGHUP")
-
-
-def url_of(folder: Path, name: str, server: str = "") -> str:
-    """The URL with the credentials of a service, the operator or a tenant, for another `server` if named.
-    Raises SetupError if there are none."""
-    known = (*access.SERVICES, access.OPERATOR, access.LEAF)
-    path = folder / (name if name in known else f"{TENANTS}/{token(name)}") / FILE
-    url = _read(path)
-    if not url:
-        raise SetupError(f"there are no credentials in {path}: make them with `headrace auth {folder}`")
-    if not server:
-        return url
-    login = access.parse(url)
-    return access.with_accounts(
-        access.as_user(server, login.user, access.password_of(url)), on=login.accounts
-    )
+    conf = server / "users.conf"
+    if not conf.exists() or not conf.read_text().startswith(head(users, limits) + "\n"):
+        _write(conf, users_conf(users, limits))
+        report(f"{conf}: {len(users)} users; a running nats-server reads it after a SIGHUP")
 
 
 def tenants_in(folder: Path) -> list[str]:
@@ -229,43 +208,6 @@ def tls_of(certificate: str, key: str) -> Tls | None:
     if bool(certificate) != bool(key):
         raise SetupError("TLS needs --tls-cert and --tls-key, both as paths on the nats-server's machine")
     return Tls(certificate, key) if certificate else None
-
-
-def authorization(folder: Path, fleet: str) -> str:
-    """The users of a server's configuration, from users.conf in `folder`. Raises SetupError if the file is
-    missing, or was made for another version or fleet with other permissions."""
-    path = folder / "nats" / "users.conf"
-    try:
-        users = path.read_text()
-    except OSError as error:
-        raise SetupError(f"no credentials for services ({error}): run `headrace auth {folder}`") from None
-    if not all(_list(access.of_service(kind, fleet).subscribe) in users for kind in access.SERVICES):
-        raise SetupError(
-            f"{path} is for another version or fleet: run `headrace auth {folder}` again, which keeps all "
-            "passwords"
-        )
-    return users
-
-
-def account_of(folder: Path | None) -> str:
-    """The account of the services at the nats-server of `folder`; empty where tenants have no accounts."""
-    return SERVICES_ACCOUNT if folder is not None and (folder / "nats" / ACCOUNTS).exists() else ""
-
-
-def keys_of(folder: Path) -> Path:
-    """The path of the gateway's keys file. Raises SetupError if it does not exist."""
-    path = folder / "gateway" / KEYS
-    if not path.exists():
-        raise SetupError(f"there are no API keys in {path}: run `headrace auth {folder}`")
-    return path
-
-
-def operator_key(folder: Path) -> str:
-    """The operator's API key in a folder of `headrace auth`; empty if it cannot be read here."""
-    try:
-        return (folder / access.OPERATOR / API_KEY).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _wanted(folder: Path, plan: Plan) -> Mapping[str, tuple[str, access.Permissions]]:
@@ -296,7 +238,7 @@ def _checked(tenants: Iterable[str]) -> Iterable[str]:
 
 def _password(path: Path, user: str, url: str, plan: Plan, report: Report) -> str:
     """The password in the file at `path`, or a new one written to it. `url`: of the server for this user."""
-    there = _read(path)
+    there = credentials.read(path)
     if there and not plan.force:
         if access.shown(access.with_accounts(there, on=False)) != access.shown(plan.url):
             raise SetupError(
@@ -352,19 +294,6 @@ def classes_of(text: str) -> tuple[str, ...]:
     if wrong := [name for name in classes if name not in access.CLASSES]:
         raise SetupError(f"there is no class {wrong[0]!r}, only {', '.join(access.CLASSES)}")
     return classes
-
-
-def _read(path: Path) -> str:
-    try:
-        return str(tomllib.loads(path.read_text())["nats_url"])
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError, KeyError) as error:
-        raise SetupError(f"{path} cannot be read: {error}; remove it to get a new one") from None
-
-
-def _is_current(path: Path, users: Mapping[str, User], limits: Mapping[str, Limits] | None) -> bool:
-    return path.exists() and path.read_text().startswith(head(users, limits) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
@@ -451,29 +380,24 @@ def _hashed(password: str) -> str:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("folder", type=Path, help="where to write them, one folder for each user")
-    parser.add_argument("--tenant", action="append", default=[], help="one more tenant; may be repeated")
-    parser.add_argument(
-        "--classes", default="", metavar="LIST", help="classes of these tenants; default standard,batch"
-    )
-    parser.add_argument("--force", action="store_true", help="make new passwords for every user")
-    parser.add_argument(
-        "--leaves", action="store_true", help="the nats-server listens for edges on port 7422"
-    )
-    parser.add_argument(
-        "--accounts", action="store_true", help="an account of the nats-server for each tenant"
-    )
-    parser.add_argument("--limits", default="", metavar="LIST", help="of accounts: connections=9,payload=1MB")
-    parser.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
-    parser.add_argument("--tls-key", default="", metavar="FILE", help="its key")
-    parser.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
+    add = parser.add_argument
+    add("folder", type=Path, help="where to write them, one folder for each user")
+    add("--tenant", action="append", default=[], help="one more tenant; may be repeated")
+    add("--classes", default="", metavar="LIST", help="classes of these tenants; default standard,batch")
+    add("--force", action="store_true", help="make new passwords for every user")
+    add("--leaves", action="store_true", help="the nats-server listens for edges on port 7422")
+    add("--accounts", action="store_true", help="an account of the nats-server for each tenant")
+    add("--limits", default="", metavar="LIST", help="of accounts: connections=9,payload=1MB")
+    add("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
+    add("--tls-key", default="", metavar="FILE", help="its key")
+    add("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
     parser.set_defaults(run=_run)
 
 
 def _run(given: argparse.Namespace) -> None:
     settings = load(given).settings
     if given.show:
-        print(url_of(given.folder, given.show, settings.nats_url))
+        print(credentials.url_of(given.folder, given.show, settings.nats_url))
         return
     url, tls = settings.nats_url or DEFAULT_NATS_URL, tls_of(given.tls_cert, given.tls_key)
     classes = classes_of(given.classes)

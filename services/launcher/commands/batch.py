@@ -31,16 +31,12 @@ from shared.openai.batch_lines import CANCELLED, COMPLETED, EXPIRED, FAILED, MAX
 
 Body = dict[str, Any]
 
-LOOK_S = 2.0  # between two looks of `run`
+BATCH_POLL_S = 2.0  # between two looks of `run`
 ENDED = (COMPLETED, FAILED, CANCELLED, EXPIRED)
 
 
 async def submit(
-    target: Target,
-    given: Path,
-    endpoint: str | None = None,
-    window: str = "24h",
-    webhook: str | None = None,
+    target: Target, given: Path, endpoint: str | None = None, window: str = "24h", webhook: str | None = None
 ) -> str:
     """Upload a file and make a batch of it. Returns its id. `endpoint` None: that of the first line. Raises
     BadRequest, SetupError for a file that cannot be read, Unavailable without a keeper."""
@@ -146,7 +142,7 @@ async def _await_end(target: Target, batch: str) -> None:
                         return
                     line.show(f"{batch}: {_progress(found)}")
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(BATCH_POLL_S):
                         await news.wait()
                 news.clear()
 

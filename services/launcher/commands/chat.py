@@ -9,6 +9,11 @@ thread waits for the next line.
 
 The fleet stays in the background for the next call, see background.py. A model that is not on this machine is
 fetched first. With the setting `nats_url` the fleet there is used, and nothing is started.
+
+`Answer` prints an answer while it arrives: as rendered Markdown on a terminal, as it is elsewhere.
+
+On a terminal the blocks of Markdown (paragraphs, lists, code) that are complete are printed for good. Only
+the last one is drawn again with each piece of text; of a tall one its last lines are shown until it ends.
 """
 
 from __future__ import annotations
@@ -18,21 +23,22 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from pydantic import ValidationError
 
 from services.launcher import background, console, session
-from services.launcher.commands.answer import Answer, answer_on
 from services.launcher.commands.pull import pull
-from services.launcher.console import dim, kind_of
+from services.launcher.console import AGAIN, dim, is_terminal, kind_of
 from services.launcher.session import Target, connected
 from shared.api import ChatRequest
 from shared.client.client import Client
@@ -41,6 +47,9 @@ from shared.errors import BadRequest, HeadraceError, SetupError
 from shared.nats import access
 from shared.openai.call import CONTEXT_LENGTH
 from shared.vocab.files import can_be_pulled, resolve, served_names
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 Message = dict[str, str]
 T = TypeVar("T")
@@ -54,6 +63,119 @@ CUT = f"[cut at {LONGEST_TOKENS:,} tokens; for more: --max-tokens N, or /set max
 
 AGAIN_S = 0.5  # after a SIGTERM that had no effect
 HISTORY_LINES = 1_000  # of what was typed, as many as a shell keeps
+
+
+REDRAW_S = 0.05  # 20 a second look continuous; to render a long block takes some ms
+_LINE_ENDS = re.compile(r"\r\n?|\n")  # as markdown-it counts lines
+
+
+@contextmanager
+def answer_on(stream: TextIO) -> Iterator[Answer]:
+    """An answer on `stream` for the duration of a block."""
+    answer = Answer(stream)
+    try:
+        yield answer
+    finally:
+        answer.end()
+
+
+class Answer:
+    """An answer that is being printed. `text` is all of it so far."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.text = ""
+        self._stream = stream
+        self._markdown = _Markdown(stream) if is_terminal(stream) else None
+
+    def begin(self) -> None:
+        """The answer begins, or begins again after a fault."""
+        if self.text:
+            self.end()
+            print(dim(AGAIN), file=self._stream, flush=True)
+            self.text = ""
+
+    def add(self, text: str) -> None:
+        """The next piece of text."""
+        self.text += text
+        if self._markdown is None:
+            print(text, end="", file=self._stream, flush=True)
+        elif self.text:
+            self._markdown.draw(self.text)
+
+    def end(self) -> None:
+        """No text follows."""
+        if not self.text:
+            return
+        if self._markdown is None:
+            print(file=self._stream, flush=True)
+        else:
+            self._markdown.finish(self.text)
+
+
+class _Markdown:
+    """Draws a growing text as Markdown on a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from markdown_it import MarkdownIt
+        from rich.console import Console
+        from rich.live import Live
+
+        self._parser = MarkdownIt()
+        self._console = Console(file=stream)
+        self._live = Live(
+            console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
+            redirect_stderr=False,
+        )  # fmt: skip
+        self._printed = 0  # characters of the text, all in complete blocks
+        self._redrawn_s = 0.0
+
+    def draw(self, text: str) -> None:
+        """Show the text so far, unless the last drawing is recent."""
+        if not self._live.is_started:
+            self._live.start()
+        if (now_s := time.monotonic()) - self._redrawn_s >= REDRAW_S:
+            self._redrawn_s = now_s
+            self._print(text[: self._start_of_last_block(text)])
+            self._live.update(_LastLines(text[self._printed :]), refresh=True)
+
+    def finish(self, text: str) -> None:
+        """Print the whole text. The next `draw` begins another one."""
+        self._print(text[: self._start_of_last_block(text)])
+        self._live.stop()
+        self._print(text)
+        self._printed = 0
+
+    def _start_of_last_block(self, text: str) -> int:
+        """Where the last block of the text begins: more text may change this one alone."""
+        rest = text[self._printed :]
+        blocks = [token.map[0] for token in self._parser.parse(rest) if token.map and not token.level]
+        starts = [0, *(end.end() for end in _LINE_ENDS.finditer(rest))]
+        return self._printed + (starts[blocks[-1]] if blocks else 0)
+
+    def _print(self, text: str) -> None:
+        """Print what of the text is not printed yet."""
+        from rich.markdown import Markdown
+
+        if block := text[self._printed :].strip("\n"):
+            if self._printed:
+                self._console.print()
+            self._console.print(Markdown(block))
+            self._printed = len(text)
+
+
+class _LastLines:
+    """The last lines of rendered Markdown, as many as the terminal has."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.markdown import Markdown
+        from rich.segment import Segment
+
+        for line in console.render_lines(Markdown(self._text), options)[1 - console.height :]:
+            yield from line
+            yield Segment.line()
 
 
 @dataclass(slots=True)
@@ -396,12 +518,11 @@ def _fetch(settings: Settings) -> None:
 
 def run_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
-    parser.add_argument(
-        "prompt", nargs="*", default=[], metavar="PROMPT", help="and stdin, if piped; neither: a chat"
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
+    add("prompt", nargs="*", default=[], metavar="PROMPT", help="and stdin, if piped; neither: a chat")
     console.add_sampling_flags(parser, "2048")
-    parser.set_defaults(run=_on_run)
+    parser.set_defaults(run=lambda given: run(console.load(given), given.prompt, _conversation(given)))
 
 
 def command(parser: argparse.ArgumentParser) -> None:
@@ -409,10 +530,6 @@ def command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--question", help="send one question, print the answer, exit")
     console.add_sampling_flags(parser, "2048")
     parser.set_defaults(run=_on_chat)
-
-
-def _on_run(given: argparse.Namespace) -> None:
-    run(console.load(given), given.prompt, _conversation(given))
 
 
 def _on_chat(given: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from services.launcher.console import load_test_module
 from shared.errors import did_you_mean
 
 SHELLS = ("bash", "zsh")
@@ -69,6 +70,17 @@ def script(shell: str, top: argparse.ArgumentParser, programs: Mapping[str, argp
     filled = filled.replace("ALTERNATIVES", _cases(alternatives)).replace("OPTIONS", _cases(options))
     head = "#compdef headrace\n" if shell == "zsh" else ""  # for a file on zsh's fpath
     return head + filled + _COMPLETE[shell]
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> None:
+    programs = {name: load_test_module(name).parser() for name in given.programs}
+    print(script(given.shell, given.every_command(), programs), end="")
 
 
 def proposal(complaint: str, words: Sequence[str], top: argparse.ArgumentParser) -> str:

@@ -1,4 +1,11 @@
-"""`headrace doctor` checks what this machine needs to run Headrace and prints how to fix each problem."""
+"""`headrace doctor` checks what this machine needs to run Headrace and prints how to fix each problem.
+
+`sizing` is the memory of a model with so many users: `headrace doctor --model PATH --context N --users M`.
+
+    weights + users x context x bytes of KV per token + processes
+
+Reads names and shapes of the tensors alone. The formula and its worked examples: docs/guides/sizing.md.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,9 @@ import argparse
 import asyncio
 import importlib.metadata
 import importlib.util
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,10 +27,11 @@ from services.launcher import console, nats_server
 from services.launcher.commands.pull import file_digest
 from services.launcher.serve import environment
 from services.launcher.session import connected, find_target
-from shared.config import Loaded
-from shared.errors import HeadraceError, SetupError
+from shared.config import Loaded, Settings
+from shared.errors import BadRequest, HeadraceError, SetupError
+from shared.kv_blocks import blocks_for
 from shared.nats import access
-from shared.processes import foreign_kernels, usable_cores
+from shared.processes import available_bytes, foreign_kernels, usable_cores
 from shared.vocab.files import CATALOGUE, resolve
 
 PYTHON_MIN = (3, 11)
@@ -58,7 +68,7 @@ def doctor(loaded: Loaded) -> int:
 def examine(loaded: Loaded, begins: Callable[[str], None] = lambda what: None) -> Iterator[Finding]:
     """Run every check; some take seconds. `begins` is called with the subject of each."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
-        _python, _packages, _kernels, _uvloop, _torch, _grammars, _server_binary, _model, _dtype_and_threads,
+        _python, _packages, _kernels, _libraries, _server_binary, _model, _dtype_and_threads,
         _shared_memory, _variables, _connection,
     )  # fmt: skip
     for check in checks:
@@ -88,23 +98,17 @@ def _kernels(_: Loaded) -> Iterator[Finding]:
         yield Finding("fail", why)
 
 
-def _uvloop(_: Loaded) -> Iterator[Finding]:
-    if importlib.util.find_spec("uvloop") is None:
-        yield Finding("warn", "uvloop is missing, asyncio is used instead", "pip install uvloop")
-    else:
-        yield Finding("ok", f"uvloop {importlib.metadata.version('uvloop')}")
-
-
-def _torch(loaded: Loaded) -> Iterator[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        level = "warn" if loaded.settings.backend == "sim" else "fail"
-        yield Finding(level, "torch is missing", "pip install 'headrace[executor]', or use --backend sim")
-    else:
-        yield Finding("ok", f"torch {importlib.metadata.version('torch')}")
-
-
-def _grammars(_: Loaded) -> Iterator[Finding]:
-    yield Finding("ok", f"structured output: llguidance {importlib.metadata.version('llguidance')}")
+def _libraries(loaded: Loaded) -> Iterator[Finding]:
+    without_torch = "warn" if loaded.settings.backend == "sim" else "fail"
+    for name, what, level, mend in (
+        ("uvloop", "", "warn", "asyncio is used instead; pip install uvloop"),
+        ("torch", "", without_torch, "pip install 'headrace[executor]', or use --backend sim"),
+        ("llguidance", "structured output: ", "fail", "pip install headrace"),
+    ):
+        if importlib.util.find_spec(name) is None:
+            yield Finding(level, f"{name} is missing", mend)
+        else:
+            yield Finding("ok", f"{what}{name} {importlib.metadata.version(name)}")
 
 
 def _server_binary(loaded: Loaded) -> Iterator[Finding]:
@@ -204,19 +208,126 @@ def _connection(loaded: Loaded) -> Iterator[Finding]:
     )
 
 
+# Without weights and KV, by the memory of a fleet after its first chat (docs/benchmarks/cpu.md#memory).
+EXECUTOR_BYTES = 300_000_000  # of each executor: torch, compiled kernels, buffers
+OTHERS_BYTES = 450_000_000  # the nats-server and every other service of `up`
+INT4_BITS = 4.5  # of a weight with its scale
+_WEIGHT_BYTES = {"f32": 4, "bf16": 2, "int8": 1, "fp8": 1}
+_KV_BYTES = {"f32": 4, "packed": 2, "packed8": 2}  # of a number; 2 with any other dtype, 1 with /fp8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """What one executor and its fleet need."""
+
+    dtype: str
+    weights_bytes: int
+    kv_token_bytes: int
+    users: int
+    context: int  # tokens of a user's prompt and answer
+    max_context: int  # of the model
+    block_tokens: int
+    executors: int = 1
+    on_gpu: bool = False  # weights and KV
+
+    @property
+    def kv_blocks(self) -> int:
+        """For `kv_blocks` of each executor."""
+        return blocks_for(self.context, self.block_tokens) * math.ceil(self.users / self.executors)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The cache of each executor, with the spare block."""
+        return (self.kv_blocks + 1) * self.block_tokens * self.kv_token_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum for the whole fleet."""
+        return self.executors * (self.weights_bytes + self.kv_bytes + EXECUTOR_BYTES) + OTHERS_BYTES
+
+
+def sizing(settings: Settings, context: int, users: int) -> Sizing:
+    """The sizing of the configured model; `context` 0: the model's. Raises SetupError for a model that cannot
+    be read, BadRequest for numbers out of range."""
+    os.environ.update(environment("executor", os.environ))
+    from services.executor.checkpoint.config import read_shapes
+    from services.executor.checkpoint.gguf import stored_gguf
+    from services.executor.checkpoint.loader import best_dtype, device_of
+    from services.executor.checkpoint.quantised import stored_in
+    from services.executor.checkpoint.weights import stored_hf
+
+    if context < 0 or users < 1:
+        raise BadRequest("--context is 0 (the model's) or more tokens, --users is 1 or more")
+    path, (device, ranks) = resolve(settings.model, settings.cache_dir).path, settings.device_and_ranks
+    shapes, stored = stored_gguf(path) if path.suffix == ".gguf" else (read_shapes(path), stored_hf(path))
+    if context > shapes.max_context:
+        raise BadRequest(f"--context {context}: the model has at most {shapes.max_context} tokens")
+    dtype, _, kv = settings.dtype.partition("/")
+    on_gpu = device == "cuda" or device_of(device).type == "cuda"
+    if dtype == "auto" and not on_gpu:
+        dtype, _ = best_dtype(path, device, ranks)
+    if dtype == "auto":
+        dtype = stored_in(path) or ("int4" if path.suffix == ".gguf" else "bf16")
+    file_bytes = numbers = 0
+    for _, kind, data in stored:
+        file_bytes += len(data)
+        numbers += math.prod(map(int, re.findall(r"\d+", kind.partition(" ")[2])))
+    if stored_in(path) == "int4":
+        numbers = round(file_bytes * 8 / INT4_BITS)
+    kv_number_bytes = 1 if kv else _KV_BYTES.get(dtype, 2)
+    return Sizing(
+        dtype=dtype,
+        weights_bytes=numbers * _WEIGHT_BYTES[dtype] if dtype in _WEIGHT_BYTES else file_bytes,
+        kv_token_bytes=shapes.layers * 2 * shapes.kv_heads * shapes.head_dim * kv_number_bytes,
+        users=users,
+        context=context or shapes.max_context,
+        max_context=shapes.max_context,
+        block_tokens=settings.block_tokens,
+        executors=settings.executors,
+        on_gpu=on_gpu,
+    )
+
+
+def lines(found: Sizing, name: str, free_bytes: int) -> list[str]:
+    """What to print; `free_bytes` of this machine."""
+    each = f", of each of {found.executors} executors" if found.executors > 1 else ""
+    here = f"this machine has {_size(free_bytes)} free"
+    processes = found.executors * EXECUTOR_BYTES + OTHERS_BYTES
+    rows = (
+        ("weights", found.weights_bytes, f"in {found.dtype}{each}"),
+        (
+            "KV",
+            found.kv_bytes,
+            f"{found.kv_token_bytes:,} bytes a token: --kv-blocks {found.kv_blocks}{each}",
+        ),
+        ("processes", processes, ""),
+        ("all", found.total_bytes, "weights and KV on GPUs" if found.on_gpu else here),
+    )
+    line = f"{name}, {found.users} users at once with {found.context:,} tokens each"
+    return [line, *(f"  {what:<10} {_size(size):>9}  {note}".rstrip() for what, size, note in rows)]
+
+
+def print_sizing(settings: Settings, context: int, users: int) -> int:
+    """Print the sizing. Returns 1 if it is for a CPU and this machine has less memory free."""
+    found, free_bytes = sizing(settings, context, users), available_bytes()
+    print("\n".join(lines(found, Path(settings.model).name, free_bytes)))
+    return int(not found.on_gpu and found.total_bytes > free_bytes)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:,.2f} GB"
+
+
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="print the memory for users with so many"
-    )
-    parser.add_argument("--users", type=int, metavar="N", help="print the memory for so many at once")
+    add = parser.add_argument
+    add("--context", type=int, metavar="TOKENS", help="print the memory for users with so many")
+    add("--users", type=int, metavar="N", help="print the memory for so many at once")
     parser.set_defaults(run=_run)
 
 
 def _run(given: argparse.Namespace) -> int:
     if given.context is None and given.users is None:
         return doctor(console.load(given))
-    from services.launcher.commands.sizing import print_sizing
-
     settings = console.load(given).settings
     return print_sizing(settings, given.context or 0, 1 if given.users is None else given.users)

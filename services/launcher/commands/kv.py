@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import json
 
-from services.launcher.commands.status import Facts, services_of, size
-from services.launcher.session import Target, find_fleet
+from services.launcher.console import size
+from services.launcher.session import Facts, Target, find_fleet, services_of
 from shared.telemetry.counters import KvOffloadCounter as Count
 from shared.telemetry.counters import KvOffloadLinkCounter as Links
 from shared.telemetry.counters import SchedulerLinkCounter as OnLinks

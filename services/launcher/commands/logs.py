@@ -1,54 +1,20 @@
-"""The log files of a running fleet: `headrace up` writes them, `headrace logs` prints and follows them.
-
-One file for each service, in the temporary folder of the run: they end with the fleet. A full file becomes
-`FILE.1` and the older one is dropped, so a service has at most 2 * FILE_BYTES.
-"""
+"""`headrace logs` prints the log files of a running fleet (own_folder.py), and follows them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import sys
 import time
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from services.launcher.console import ServiceLines, load
+from services.launcher.own_folder import SUFFIX, log_path
 from services.launcher.session import RunState, path_for, read
 from shared.errors import BadRequest, SetupError
 
-FILE_BYTES = 4 * 1024 * 1024  # some 40,000 lines
-SUFFIX = ".log"
-LOOK_S = 0.2  # between two looks at the files: new lines are shown before a person misses them
-
-
-class LogFiles:
-    """Appends each line to the file of its service. What cannot be written, on a full disk, is lost."""
-
-    def __init__(self, folder: str, names: list[str]) -> None:
-        """Raises SetupError."""
-        self._folder = folder
-        try:
-            self._files = {name: _Lines(_file(folder, name)) for name in names}
-        except OSError as error:
-            raise SetupError(f"log files cannot be written: {error}") from None
-
-    def add(self, name: str, path: Path) -> None:
-        """A file that the process `name` writes itself."""
-        _file(self._folder, name).symlink_to(path)
-
-    def __call__(self, name: str, line: str) -> None:
-        self._files[name].handle(logging.makeLogRecord({"msg": line}))
-
-
-class _Lines(RotatingFileHandler):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace")
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: the line is on the terminal, too."""
+FILES_POLL_S = 0.2  # between two looks at the files: new lines are shown before a person misses them
 
 
 def logs(note: RunState | None, service: str, last: int, *, follow: bool) -> None:
@@ -68,7 +34,7 @@ def logs(note: RunState | None, service: str, last: int, *, follow: bool) -> Non
             f"there is no service {service!r} in fleet {note.fleet}: choose one of {', '.join(names)}"
         )
     lines = ServiceLines(found, sys.stdout, bare=len(found) == 1)
-    tails = {name: Tail(_file(note.logs, name)) for name in found}
+    tails = {name: Tail(log_path(note.logs, name)) for name in found}
     for name, tail in tails.items():
         for line in tail.last(last):
             print(lines.text(name, line))
@@ -78,7 +44,7 @@ def logs(note: RunState | None, service: str, last: int, *, follow: bool) -> Non
             for line in tail.new():
                 print(lines.text(name, line))
         sys.stdout.flush()
-        time.sleep(LOOK_S if follow else 0)
+        time.sleep(FILES_POLL_S if follow else 0)
 
 
 class Tail:
@@ -107,19 +73,12 @@ class Tail:
         return [line.decode(errors="replace") for line in lines]
 
 
-def _file(folder: str, name: str) -> Path:
-    return Path(folder, name.replace("/", "--") + SUFFIX)  # a name may end with that of a model, owner/name
-
-
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(
-        "service", nargs="?", default="", metavar="SERVICE", help="its name or the start of it; default: all"
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the fleet ends")
-    parser.add_argument(
-        "-n", "--lines", type=int, default=100, metavar="N", help="last lines of each service; default 100"
-    )
+    add = parser.add_argument
+    add("service", nargs="?", default="", metavar="SERVICE", help="its name or the start of it; default: all")
+    add("-f", "--follow", action="store_true", help="print new lines until the fleet ends")
+    add("-n", "--lines", type=int, default=100, metavar="N", help="last lines of each service; default 100")
     parser.set_defaults(run=_run)
 
 

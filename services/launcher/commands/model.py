@@ -13,11 +13,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.launcher.commands.record import ask_scheduler
-from services.launcher.commands.status import Facts, services_of
 from services.launcher.console import actions_of
-from services.launcher.host_agent import ASLEEP, CHANGING, LOADED, UNLOADED
-from services.launcher.session import Target, connected, find_fleet
+from services.launcher.session import Facts, Target, ask_scheduler, connected, find_fleet, services_of
+from services.launcher.supervisor import ASLEEP, CHANGING, LOADED, UNLOADED
+from shared import bodies
 from shared.client.client import Client, error_of, request_all
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
@@ -25,7 +24,7 @@ from shared.nats.interface import Bus, NoResponders, RequestTimeout
 
 WAIT_US = 10_000_000  # JetStream may be asked first, for a second each
 MOST_DIGITS = 12  # the tokenizer knows the highest weight
-ANSWER_S = 1.0  # for the answers of all hosts
+HOSTS_WAIT_S = 1.0  # for the answers of all hosts
 # What a host answers to `load` and `unload`, by the state of the model there.
 _STATES = {
     "load": {
@@ -62,22 +61,23 @@ async def alias(target: Target, name: str, targets: Sequence[str], *, delete: bo
     UnknownModel for a model that is not served, Unavailable."""
     if delete == bool(targets):
         raise BadRequest("name models like `big=95 new=5`, or --delete")
-    body = json.dumps(read_targets(targets)).encode()
+    body = bodies.encode(read_targets(targets))
     try:
         subject = subjects.set_alias(name)
     except (ValueError, UnicodeEncodeError):
         raise BadRequest(f"{name!r:.80} cannot be the name of an alias") from None
     async with connected(target.nats_url) as bus:
         try:
-            answer = json.loads((await bus.request(subject, body, timeout_us=WAIT_US)).data)
+            reply = await bus.request(subject, body, timeout_us=WAIT_US)
         except NoResponders:
             raise Unavailable(NONE) from None
         except RequestTimeout:
             raise Unavailable("no answer: `headrace model list` shows whether it has changed") from None
+    answer = bodies.decode(bodies.Change, reply.data)
     if "error" in answer:
         raise error_of(answer)
     print(f"{name}:\n  before {_shown(answer['before'])}\n  after  {_shown(answer['after'])}")
-    if not answer["stored"]:
+    if not answer.get("stored"):
         print("not stored, without JetStream: it ends with the last tokenizer")
 
 
@@ -122,14 +122,14 @@ async def sleep(target: Target, fleet: str, what: str, model: str) -> int:
         raise Unavailable(f"no scheduler of {model} answers: see `headrace status`")
     async with connected(target.nats_url) as bus:
         answers = await asyncio.gather(
-            *(ask_scheduler(bus, subjects.sleep(scheduler), what) for scheduler in ids)
+            *(ask_scheduler(bus, bodies.SleepStates, subjects.sleep(scheduler), what) for scheduler in ids)
         )
     for scheduler, answer in zip(ids, answers, strict=True):
         if not answer:
             print(f"scheduler {scheduler}: no answer: `headrace status` shows whether it has changed")
         elif not answer["executors"]:
             print(f"scheduler {scheduler}: it has no executor")
-        for executor, state in answer.get("executors", {}).items():
+        for executor, state in answer["executors"].items() if answer else ():
             print(f"{executor}: {state}")
     return 0 if all(answers) else 1
 
@@ -153,7 +153,7 @@ async def load(target: Target, fleet: str, what: str, model: str) -> int:
 
 async def _ask_hosts(bus: Bus, model: str, what: str) -> list[Facts]:
     try:
-        return await request_all(bus, subjects.load(model), ANSWER_S, body=what.encode())
+        return await request_all(bus, subjects.load(model), HOSTS_WAIT_S, body=what.encode())
     except NoResponders:
         return []
 

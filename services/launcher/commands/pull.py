@@ -133,10 +133,7 @@ def _pull_hub(model: str, path: Path, report: Report) -> Path:
         draft = Path(folder) / "model"
         try:
             snapshot_download(
-                model,
-                local_dir=draft,
-                allow_patterns=list(_HUB_PATTERNS),
-                ignore_patterns=list(_HUB_DOUBLES),
+                model, local_dir=draft, allow_patterns=list(_HUB_PATTERNS), ignore_patterns=list(_HUB_DOUBLES)
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -152,9 +149,10 @@ def _pull_hub(model: str, path: Path, report: Report) -> Path:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept")
+    add = parser.add_argument
+    add("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
+    add("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    add("--cache-dir", metavar="DIR", help="where models are kept")
     parser.set_defaults(run=_run)
 
 

@@ -20,29 +20,28 @@ import argparse
 import asyncio
 import contextlib
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from services.launcher.commands.status import Facts, services_of
+from services.launcher import session
 from services.launcher.console import load, load_test_module, print_line
-from services.launcher.session import Target, connected, find_fleet, find_target
+from shared import bodies
 from shared.client.client import request_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
+from shared.nats.interface import Bus, Delivery, NoResponders
 from shared.processes import open_private
 
 WAIT_S = 2.0
 OFFSET_HEADER, BEGINS_HEADER = "Headrace-Offset", "Headrace-Snapshot"  # as the scheduler sends them
 
 
-async def record(target: Target, out: Path, scheduler: str, seconds: float | None) -> None:
+async def record(target: session.Target, out: Path, scheduler: str, seconds: float | None) -> None:
     """Write the log of `scheduler` (empty: the only one) to the new file `out`. Raises BadRequest if the file
     cannot be written, Unavailable if the scheduler publishes no log, and EngineError if a message was
     lost."""
-    async with connected(target.nats_url) as bus:
+    async with session.connected(target.nats_url) as bus:
         chosen = scheduler or await only_scheduler(bus)
         with _create(out) as file:
             await record_from(bus, chosen, Recording(file), seconds)
@@ -147,12 +146,12 @@ REPORTS_IN_A_STRETCH = 10  # a report covers 10 to 20 of them, or less: a busy s
 Compared = Callable[[bytes], list[str]]  # a log -> the lines to print
 
 
-async def shadow(target: Target, scheduler: str, interval_s: float, compared: Compared) -> None:
+async def shadow(target: session.Target, scheduler: str, interval_s: float, compared: Compared) -> None:
     """Print a report about `scheduler` (empty: the only one) every `interval_s` and at Ctrl-C. Raises
     Unavailable if it publishes no log or has ended, BadRequest."""
     if not interval_s > 0:
         raise BadRequest("--interval is above 0")
-    async with connected(target.nats_url) as bus:
+    async with session.connected(target.nats_url) as bus:
         chosen = scheduler or await only_scheduler(bus)
         print_line(f"in the shadow of {chosen}, a report every {interval_s:g} s; Ctrl-C prints the last one")
         await follow(bus, chosen, interval_s, compared)
@@ -210,15 +209,12 @@ class Stretches:
         return self._before + self._now.getvalue()
 
 
-POLICY_WAIT_S = 5.0  # a step's result may be decided upon first: milliseconds
-
-
-async def policy(target: Target, fleet: str, change: str | None, model: str) -> int:
+async def policy(target: session.Target, fleet: str, change: str | None, model: str) -> int:
     """Print a line for each scheduler of `fleet`, or only of `model`; with `change` after that. Returns 1 if
     a scheduler has refused it or has not answered. Raises Unavailable without a scheduler, BadRequest."""
     if change is not None and not change.strip():
         raise BadRequest("name a policy: headrace policy set kind=name,...")
-    services = await services_of(target, fleet)
+    services = await session.services_of(target, fleet)
     schedulers = [s for s in services if s.get("kind") == "scheduler" and model in ("", s.get("model"))]
     if not schedulers:
         raise Unavailable(f"no scheduler of {model or 'the fleet'} answers: see `headrace status`")
@@ -226,81 +222,70 @@ async def policy(target: Target, fleet: str, change: str | None, model: str) -> 
         for scheduler in schedulers:
             print(f"{_named(scheduler)}: {scheduler.get('policy', 'unknown')}")
         return 0
-    async with connected(target.nats_url) as bus:
+    async with session.connected(target.nats_url) as bus:
         return await set_policy(bus, schedulers, change)
 
 
-async def set_policy(bus: Bus, schedulers: list[Facts], change: str) -> int:
+async def set_policy(bus: Bus, schedulers: list[session.Facts], change: str) -> int:
     """Change the policy of these schedulers, print what each answers, and return 1 unless all have agreed."""
-    asked = (ask_scheduler(bus, subjects.policy(str(scheduler["id"])), change) for scheduler in schedulers)
-    answers = await asyncio.gather(*asked)
+    targets = (subjects.policy(str(scheduler["id"])) for scheduler in schedulers)
+    answers = await asyncio.gather(
+        *(session.ask_scheduler(bus, bodies.Change, each, change) for each in targets)
+    )
     for scheduler, answer in zip(schedulers, answers, strict=True):
-        if (error := answer.get("error")) is not None:
-            print(f"{_named(scheduler)}: unchanged: {error['message']}")
-        elif "after" in answer:
+        if answer is not None and "error" in answer:
+            print(f"{_named(scheduler)}: unchanged: {answer['error']['message']}")
+        elif answer is not None and "after" in answer:
             lines = f"before {answer['before']}\n  after  {answer['after']}"
             print(f"{_named(scheduler)}:\n  {lines}")
         else:
             print(f"{_named(scheduler)}: no answer: `headrace policy` shows whether it has changed")
-    return 0 if all("after" in answer for answer in answers) else 1
+    return 0 if all(answer is not None and "after" in answer for answer in answers) else 1
 
 
-async def ask_scheduler(bus: Bus, subject: str, body: str) -> Facts:
-    """The answer of a scheduler; empty without one."""
-    try:
-        reply = await bus.request(
-            subject, body.encode("utf-8", "replace"), timeout_us=int(POLICY_WAIT_S * 1e6)
-        )
-    except (NoResponders, RequestTimeout):
-        return {}
-    answer: Facts = json.loads(reply.data)
-    return answer
-
-
-def _named(scheduler: Facts) -> str:
+def _named(scheduler: session.Facts) -> str:
     return f"scheduler {scheduler['id']}, model {scheduler.get('model', '?')}"
 
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("out", type=Path, help="the file to write; it must not exist")
-    parser.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
-    parser.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
-    parser.set_defaults(run=_on_record)
-
-
-def _on_record(given: argparse.Namespace) -> None:
-    target = find_target(load(given))
-    asyncio.run(record(target, given.out, given.scheduler, given.seconds))
+    add = parser.add_argument
+    add("out", type=Path, help="the file to write; it must not exist")
+    add("--seconds", type=float, help="how long; default: until Ctrl-C")
+    add("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
+    parser.set_defaults(
+        run=lambda given: asyncio.run(
+            record(session.find_target(load(given)), given.out, given.scheduler, given.seconds)
+        )
+    )
 
 
 def shadow_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(  # `policy` is a setting
+    add = parser.add_argument
+    add(  # `policy` is a setting
         "--policy", dest="other", required=True, metavar="KIND=NAME,...", help="the other policy"
     )
-    parser.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
-    parser.add_argument("--interval", type=float, default=60.0, metavar="SECONDS", help="default 60")
+    add("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
+    add("--interval", type=float, default=60.0, metavar="SECONDS", help="default 60")
     parser.set_defaults(run=_on_shadow)
 
 
 def _on_shadow(given: argparse.Namespace) -> None:
     compared = load_test_module("simulator").shadow(given.other)
-    asyncio.run(shadow(find_target(load(given)), given.scheduler, given.interval, compared))
+    asyncio.run(shadow(session.find_target(load(given)), given.scheduler, given.interval, compared))
 
 
 def policy_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("action", nargs="?", choices=["set"])
-    parser.add_argument(
-        "change", nargs="?", metavar="KIND=NAME,...", help="kinds that are not named stay as they are"
-    )
-    parser.add_argument(  # `model` is a setting
+    add = parser.add_argument
+    add("action", nargs="?", choices=["set"])
+    add("change", nargs="?", metavar="KIND=NAME,...", help="kinds that are not named stay as they are")
+    add(  # `model` is a setting
         "--model", dest="of_model", default="", metavar="NAME", help="only schedulers of this model"
     )
-    parser.set_defaults(run=_on_policy)
-
-
-def _on_policy(given: argparse.Namespace) -> int:
-    change = (given.change or "") if given.action else None
-    return asyncio.run(policy(*find_fleet(given), change, given.of_model))
+    parser.set_defaults(
+        run=lambda given: asyncio.run(
+            policy(*session.find_fleet(given), (given.change or "") if given.action else None, given.of_model)
+        )
+    )

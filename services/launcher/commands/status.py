@@ -23,16 +23,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
 
 from services.launcher import console
-from services.launcher.serve import KINDS
-from services.launcher.session import Target, connected, find_fleet
+from services.launcher.console import size
+from services.launcher.session import (
+    STATUS_WAIT_S,
+    Facts,
+    Target,
+    answers_of,
+    connected,
+    find_fleet,
+    services_of,
+)
 from shared.actor.membership import NEEDED
-from shared.client.client import request_all
-from shared.errors import BadRequest, HeadraceError, Unavailable
+from shared.errors import BadRequest, HeadraceError
 from shared.nats import access, subjects
-from shared.nats.interface import Bus
 from shared.telemetry import counters
 from shared.telemetry.counters import KvOffloadCounter, KvOffloadLinkCounter, SchedulerCounter
 
@@ -57,26 +62,6 @@ async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool)
             print(": ".join(link.split("=", 1)))
 
 
-async def services_of(target: Target, fleet: str) -> list[Facts]:
-    """The answers of the services of `fleet`, in pipeline order. Raises Unavailable without any."""
-    async with connected(target.nats_url) as bus:
-        return await _answers(bus, fleet)
-
-
-async def _answers(bus: Bus, fleet: str) -> list[Facts]:
-    answers = await request_all(bus, subjects.STATUS, ANSWER_S)
-    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
-    if not services:
-        fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
-        raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
-    return services
-
-
-def _order(answer: Facts) -> tuple[int, str]:
-    kind = str(answer.get("kind"))
-    return (KINDS.index(kind) if kind in KINDS else len(KINDS), f"{kind}.{answer.get('id')}")
-
-
 def _width() -> int:
     """Columns of the terminal; 0 without one."""
     return shutil.get_terminal_size().columns if console.is_terminal(sys.stdout) else 0
@@ -90,7 +75,7 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
         raise BadRequest("--interval is above 0, and --count is 0 or more")
     ended = asyncio.Event()
     async with connected(target.nats_url) as bus:
-        url, services = access.shown(target.nats_url), await _answers(bus, fleet)
+        url, services = access.shown(target.nats_url), await answers_of(bus, fleet)
         with _screen(ended) as show, contextlib.suppress(asyncio.CancelledError):  # Ctrl-C ends it well
             text = lines(Fleet(fleet, url, services), _width())
             for turn in itertools.count(1):
@@ -100,10 +85,10 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
                         *text,
                     ]
                 )
-                if turn == count or await _is_set_within(ended, interval_s - ANSWER_S):
+                if turn == count or await _is_set_within(ended, interval_s - STATUS_WAIT_S):
                     return
                 try:
-                    text = lines(Fleet(fleet, url, await _answers(bus, fleet)), _width())
+                    text = lines(Fleet(fleet, url, await answers_of(bus, fleet)), _width())
                 except HeadraceError as error:
                     text = [f"{error.message}; trying again"]
 
@@ -141,9 +126,6 @@ def _screen(ended: asyncio.Event) -> Iterator[Callable[[list[str]], None]]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-Facts = dict[str, Any]
-
-ANSWER_S = 0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
 ID_DIGITS = 4  # shown of an id, more if two start alike
 GROWS = 10  # requests by which a queue has grown in ten seconds to be reported as a problem
 FULL_PCT = 95
@@ -167,7 +149,6 @@ _REFUSALS = (
         "no scheduler has answered, or none had an executor and a detokenizer",
     ),
 )
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -371,8 +352,9 @@ def _silent(fleet: Fleet) -> Iterator[str]:
         for kind, actor in members:
             if (kind, actor) not in there:
                 yield (
-                    f"{fleet.name_of(kind, actor)} has not answered within {ANSWER_S} s, and {scheduler} "
-                    "counts on it: it is busy, stopped or cut off. Try again; its log has the reason."
+                    f"{fleet.name_of(kind, actor)} has not answered within {STATUS_WAIT_S} s, and "
+                    f"{scheduler} counts on it: it is busy, stopped or cut off. Try again; its log has the "
+                    "reason."
                 )
 
 
@@ -575,15 +557,6 @@ def age(seconds: float) -> str:
     return f"{seconds:.0f}s"
 
 
-def size(count: float) -> str:
-    """Bytes with three digits and a unit."""
-    for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} {_UNITS[-1]}"
-
-
 def _seconds(facts: Facts) -> str:
     return f"{facts[counters.RECENT][counters.SECONDS]:.0f} s"
 
@@ -594,14 +567,15 @@ def _many(count: int, what: str) -> str:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "service",
         nargs="?",
         default="",
         metavar="SERVICE",
         help="show every fact of this kind, id or start of an id",
     )
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    add("--json", action="store_true", help="everything, as JSON")
     parser.set_defaults(
         run=lambda given: asyncio.run(status(*find_fleet(given), given.service, as_json=given.json))
     )
@@ -609,10 +583,9 @@ def command(parser: argparse.ArgumentParser) -> None:
 
 def top_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
-    parser.add_argument(
-        "--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C"
-    )
+    add = parser.add_argument
+    add("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
+    add("--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C")
     parser.set_defaults(run=lambda given: asyncio.run(top(*find_fleet(given), given.interval, given.count)))
 
 

@@ -16,8 +16,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
-from services.launcher.commands.answer import AGAIN
-from services.launcher.console import add_sampling_flags, dim, load, options_of
+from services.launcher.console import AGAIN, add_sampling_flags, dim, load, options_of
 from services.launcher.session import Target, connected, find_target
 from shared.client.client import Client
 from shared.client.follow import ENDED, text_of
@@ -25,7 +24,7 @@ from shared.errors import NO_TEMPLATE, BadRequest, Unavailable, UnknownModel, Un
 from shared.nats import subjects
 from shared.nats.interface import NoResponders, RequestTimeout
 
-LOOK_S = 2.0  # between two looks of `--wait`, for news that were missed
+RESULT_POLL_S = 2.0  # between two looks of `--wait`, for news that were missed
 TRIES, AGAIN_S = 13, 0.25  # three seconds: the keeper is the last service that `up` starts
 NO_KEEPER = (
     "no keeper answers: is `headrace up` running, without `--no-durable`? `headrace status` shows what runs"
@@ -69,7 +68,7 @@ async def result(target: Target, request_id: str, *, wait: bool, as_json: bool) 
             if found["status"] in ENDED or not wait:
                 return _shown(found, as_json=as_json)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(RESULT_POLL_S):
                     await news.wait()
 
 
@@ -167,13 +166,12 @@ def _print(body: dict[str, Any], indent: int | None = None) -> None:
 
 def submit_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("prompt", nargs="?", help="the question; or a request with --file")
-    parser.add_argument("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
-    parser.add_argument("--id", help="an id of your choice: the same request is stored once under it")
-    parser.add_argument("--webhook", metavar="URL", help="gets a signed event when it has ended")
-    parser.add_argument(
-        "--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything"
-    )
+    add = parser.add_argument
+    add("prompt", nargs="?", help="the question; or a request with --file")
+    add("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
+    add("--id", help="an id of your choice: the same request is stored once under it")
+    add("--webhook", metavar="URL", help="gets a signed event when it has ended")
+    add("--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything")
     add_sampling_flags(parser, "what fits")
     parser.set_defaults(run=_on_submit)
 
@@ -197,9 +195,10 @@ def _on_submit(given: argparse.Namespace) -> None:
 
 def result_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("id", type=_request_id, help="the id that `submit` has printed")
-    parser.add_argument("--wait", action="store_true", help="wait until it has ended")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    add = parser.add_argument
+    add("id", type=_request_id, help="the id that `submit` has printed")
+    add("--wait", action="store_true", help="wait until it has ended")
+    add("--json", action="store_true", help="everything, as JSON")
     parser.set_defaults(run=_on_result)
 
 
@@ -216,9 +215,10 @@ def attach_command(parser: argparse.ArgumentParser) -> None:
 
 def request_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
-    parser.add_argument("-f", "--file", type=Path, help="read the request from a file")
-    parser.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
+    add = parser.add_argument
+    add("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
+    add("-f", "--file", type=Path, help="read the request from a file")
+    add("--stream", action="store_true", help="print each frame as a JSON line")
     parser.set_defaults(run=_on_request)
 
 

@@ -490,14 +490,13 @@ def _share(part: int, whole: int) -> str:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
-    parser.add_argument("--json", action="store_true", help="the data, with the steps during the request")
-    parser.add_argument(  # `overlap` is the name of a setting
+    add = parser.add_argument
+    add("request", help="its id: `request_id` in the frames, `id` in a plain answer")
+    add("--json", action="store_true", help="the data, with the steps during the request")
+    add(  # `overlap` is the name of a setting
         "--overlap", dest="draw_overlap", action="store_true", help="some of its steps, as rows of A and B"
     )
-    parser.add_argument(
-        "--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps"
-    )
+    add("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
     parser.set_defaults(run=_run)
 
 

@@ -64,14 +64,16 @@ def _copy_ahead(state: State, executor: Executor) -> None:
     for sequence in executor.running:
         if executor.down.pending_jobs >= store.MAX_JOBS:
             return
-        if sequence.is_prefilling and sequence.parent is None and not sequence.load_job:
+        if sequence.is_prefilling and sequence.parent is None and not sequence.copies.load_job:
             store.keep_below(state, executor, sequence)
 
 
 def may_leave(sequence: Sequence) -> bool:
     """Whether the sequence is between two decodes, and has a token from this executor."""
     return (
-        not sequence.is_prefilling and len(sequence.tokens) > sequence.opened_length and not sequence.load_job
+        not sequence.is_prefilling
+        and len(sequence.tokens) > sequence.opened_length
+        and not sequence.copies.load_job
     )
 
 

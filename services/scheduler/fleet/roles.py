@@ -72,7 +72,7 @@ def _measure(state: State, model: str, roles: Roles, executors: list[Executor]) 
     """Update the demand, prompt tokens a second, with what was computed and what waits more than before."""
     waiting = sum(queue.tokens for (name, _), queue in state.waiting.queues.items() if name == model)
     waiting += sum(e.row_sums().backlog_tokens for e in executors)
-    computed, squares = sum(e.prompt_tokens for e in executors), sum(e.prompt_squares for e in executors)
+    computed, squares = sum(e.prompts.tokens for e in executors), sum(e.prompts.squares for e in executors)
     took_us = state.now_us - roles.since_us
     if took_us > 0:
         roles.demand = max(computed + waiting - roles.waiting, 0) * 1_000_000 // took_us
@@ -80,7 +80,7 @@ def _measure(state: State, model: str, roles: Roles, executors: list[Executor]) 
         roles.prompt_tokens = max(squares // computed, 1) if squares else max(roles.prompt_tokens, 1)
     roles.since_us, roles.waiting = state.now_us, waiting
     for e in executors:
-        e.prompt_tokens = e.prompt_squares = 0
+        e.prompts.tokens = e.prompts.squares = 0
 
 
 def _change(state: State, roles: Roles, executors: list[Executor], wanted: int) -> None:
@@ -95,7 +95,7 @@ def _change(state: State, roles: Roles, executors: list[Executor], wanted: int) 
     for at, executor in enumerate(executors):
         executor.role = "" if most <= 0 else PREFILL if at < most else DECODE
         state.some_leave |= executor.role == PREFILL
-        executor.prompt_limit = _prompt_limit(state, executor) if executor.role == DECODE else 0
+        executor.prompts.limit = _prompt_limit(state, executor) if executor.role == DECODE else 0
 
 
 def _prompt_limit(state: State, executor: Executor) -> int:

@@ -84,7 +84,7 @@ def wake_and_drain(state: State) -> list[Executor]:
     draining = [executor for executor in state.executors.values() if executor.sleep_by_us]
     for executor in draining:
         if state.now_us >= executor.sleep_by_us and not _must_wake_again(state, executor):
-            for sequence in [s for s in executor.running if s.parent is None and not s.load_job]:
+            for sequence in [s for s in executor.running if s.parent is None and not s.copies.load_job]:
                 _preempt(state, executor, sequence)
     return [executor for executor in draining if _may_sleep(state, executor)]
 
@@ -103,7 +103,7 @@ def _must_wake_again(state: State, executor: Executor) -> bool:
 
 def _preempt(state: State, executor: Executor, sequence: Sequence) -> None:
     for s in executor.running:
-        s.ceded_preemptions += s is sequence or s.parent is sequence  # not for want of blocks
+        s.turn.ceded += s is sequence or s.parent is sequence  # not for want of blocks
     why = f"seq {sequence.seq} runs on an executor that goes to sleep"
     preemption.preempt(state, executor, sequence, why, [sequence])
 

@@ -153,7 +153,7 @@ def _send_prefetch(
     sequence.reserved -= len(keys)
     blocks = executor.pool.allocate(len(keys))
     sequence.table.extend(blocks)
-    sequence.loads_until = sequence.most_computed if len(sequence.table) >= MAX_KEYS else 0
+    sequence.copies.loads_until = sequence.most_computed if len(sequence.table) >= MAX_KEYS else 0
     executor.change_rows()  # and it has a job from here on
     if any(source in blocks for source, _ in executor.fork_copies):
         return None  # the next step reads one of them for a fork: compute instead
@@ -162,7 +162,7 @@ def _send_prefetch(
     job.up, job.valid, job.seq = True, valid, sequence.seq
     job.due_us, job.lease_us = state.now_us + deadline_us + ANSWER_US, state.now_us + LEASE_US
     job.predicted_us, job.recompute_us = load_us, compute_us
-    sequence.load_job = job.number
+    sequence.copies.load_job = job.number
     message = KvPrefetch(
         job=job.number,
         owner=executor.source,
@@ -279,11 +279,11 @@ def expire(state: State, job: Job) -> None:
 
 def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = True) -> None:
     """The sequence continues with the tokens that it has."""
-    sequence.load_job = 0
+    sequence.copies.load_job = 0
     executor = executor_of(state, job)
     if executor is not None:
         executor.change_rows()
-        if sequence.preemptions:
+        if sequence.turn.preemptions:
             preemption.start_debt(executor, sequence)
     sequence.record_decision(
         state.now_us,
@@ -299,4 +299,4 @@ def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = T
 def _sequence(state: State, job: Job) -> Sequence | None:
     """The sequence of a load, if it still waits for it."""
     sequence = state.sequences.get(job.seq)
-    return sequence if sequence is not None and sequence.load_job == job.number else None
+    return sequence if sequence is not None and sequence.copies.load_job == job.number else None

@@ -54,9 +54,9 @@ def copy_dirty(state: State, executor: Executor) -> bool:
     busy = executor.down.pending_jobs >= MAX_JOBS
     if pressed <= 0 and not _may_be_eager(state, executor):
         return False
-    if pressed > 0 and busy and state.now_us - executor.judged_us < BUSY_US:
+    if pressed > 0 and busy and state.now_us - executor.store_pace.judged_us < BUSY_US:
         return False
-    executor.judged_us = state.now_us
+    executor.store_pace.judged_us = state.now_us
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return _give_up(executor, pressed)
@@ -69,7 +69,7 @@ def copy_dirty(state: State, executor: Executor) -> bool:
     chosen = choose_blocks(state, executor, max(pressed, room) if tries else pressed, room)
     if chosen and pressed <= 0 and not swaps:
         copy_us = executor.down.copy_us(len(chosen) * executor.hello.bytes_per_block)
-        executor.next_eager_us = state.now_us + EAGER_SHARE * copy_us
+        executor.store_pace.next_eager_us = state.now_us + EAGER_SHARE * copy_us
     if chosen:
         _store(state, executor, tier, chosen, leaves=swaps)
     elif pressed > 0 and room and not executor.down.pending_jobs and _is_preemption_likely(state, executor):
@@ -88,7 +88,10 @@ def _may_be_eager(state: State, executor: Executor) -> bool:
     CPU they slow down the steps."""
     if not state.requests:
         return state.now_us - state.idle_since_us >= IDLE_US
-    return state.now_us - executor.judged_us >= EAGER_US and state.now_us >= executor.next_eager_us
+    return (
+        state.now_us - executor.store_pace.judged_us >= EAGER_US
+        and state.now_us >= executor.store_pace.next_eager_us
+    )
 
 
 def _pressed(state: State, executor: Executor) -> int:
@@ -153,7 +156,7 @@ def _store(
 
 def _is_preemption_likely(state: State, executor: Executor) -> bool:
     """Whether a preemption is likely soon, and the policy copies the next victim's blocks ahead."""
-    may = executor.headroom_pm >= PREEMPTING_PM and state.now_us >= executor.next_ahead_us
+    may = executor.headroom_pm >= PREEMPTING_PM and state.now_us >= executor.store_pace.next_ahead_us
     return may and state.limits.policy.ahead
 
 
@@ -186,30 +189,30 @@ def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None or not pool.write_back:
         return True
-    if sequence.copy_job in state.tiers.jobs:
+    if sequence.copies.store_job in state.tiers.jobs:
         return False
     computed = min(sequence.computed - _in_flight(executor, sequence), len(sequence.tokens))
     prefix_cache.extend_keys(executor, sequence)
     prefix_cache.register(executor, sequence, computed)
     full, blocks = computed // pool.block_tokens, list[int]()
-    left = full - sequence.copied
+    left = full - sequence.copies.stored
     if left * pool.block_tokens <= LEFT_TOKENS or _is_recompute_faster(executor, left, computed):
         return True
     if executor.down.pending_jobs >= MAX_JOBS:
         return False
     after_step = pool.acked_step  # it has filled the blocks; a step that fails later does not harm them
-    for key in sequence.keys[sequence.copied : full]:
+    for key in sequence.keys[sequence.copies.stored : full]:
         block = pool.block_of.get(key)
-        if sequence.copied < sequence.adopted or block != sequence.table[sequence.copied]:
+        if sequence.copies.stored < sequence.adopted or block != sequence.table[sequence.copies.stored]:
             after_step = executor.step  # a step in flight may fill it, for another sequence
         if block in pool.copies or len(blocks) == most_blocks(executor):
             break  # another job copies the block, or the next one will
-        sequence.copied += 1
+        sequence.copies.stored += 1
         if block is not None and block not in pool.clean:
             blocks.append(block)
     if blocks:
-        sequence.copy_job = _store(state, executor, tier, blocks, after_step=after_step, urgent=True)
-    return not blocks and sequence.copied == full  # copied for others, or refused
+        sequence.copies.store_job = _store(state, executor, tier, blocks, after_step=after_step, urgent=True)
+    return not blocks and sequence.copies.stored == full  # copied for others, or refused
 
 
 def _in_flight(executor: Executor, sequence: Sequence) -> int:
@@ -227,7 +230,9 @@ def _is_recompute_faster(executor: Executor, blocks: int, computed: int) -> bool
 
 
 def _next_victim(state: State, executor: Executor) -> Sequence | None:
-    candidates = [s for s in executor.running if not s.pinned and s.parent is None and not s.load_job]
+    candidates = [
+        s for s in executor.running if not s.turn.pinned and s.parent is None and not s.copies.load_job
+    ]
     return preemption.in_order(state, executor, candidates)[0] if len(candidates) > 1 else None
 
 
@@ -308,7 +313,7 @@ def _end(state: State, job: Job, held: list[bool], *, release: bool = True) -> N
     if len(held) != len(job.blocks):
         held = [False] * len(job.blocks)
     if job.after_step and not any(held):
-        executor.next_ahead_us = state.now_us + EAGER_US
+        executor.store_pace.next_ahead_us = state.now_us + EAGER_US
     for block, key, there in zip(job.blocks, job.keys, held, strict=True):
         if there:
             pool.mark_clean(block, key)

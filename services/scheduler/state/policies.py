@@ -242,7 +242,7 @@ def latest(candidates: list[Sequence]) -> list[Sequence]:
 def cheapest(candidates: list[Sequence]) -> list[Sequence]:
     """The sequence of the lowest class whose preemption costs least for each block that it frees; if equal,
     the latest arrival: see `_price` in ../preemption.py."""
-    return sorted(candidates, key=lambda s: (-s.level, s.preempt_price, -s.request.arrival_us, -s.seq))
+    return sorted(candidates, key=lambda s: (-s.level, s.turn.price, -s.request.arrival_us, -s.seq))
 
 
 class RoutingOption(NamedTuple):

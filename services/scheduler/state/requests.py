@@ -109,6 +109,37 @@ NO_TAIL = Tail()
 
 
 @dataclass(slots=True)
+class Turn:
+    """The preemptions of a sequence, and what spares it from the next one: see ../preemption.py."""
+
+    preemptions: int = 0
+    ceded: int = 0  # of these, after its turn, for a tenant without a running sequence: at most all of them
+    until_us: int = 0  # its turn lasts until then: it has run for as long as it had waited
+    tokens: int = 1  # and until it has computed so many tokens: as many as it had lost
+    pinned: bool = False  # preempted often: it reserves all blocks that it may need, and is never a victim
+    protected_until_us: int = 0  # it has just resumed: others are preempted before it
+    price: int = 0  # when it was last a candidate
+
+
+@dataclass(slots=True)
+class TierCopies:
+    """Copies of a running sequence's blocks to and from a tier: see ../kv_tiers. New at each admission."""
+
+    load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
+    loads_until: int = 0  # tokens that it has after the loads that follow that one, 0: none follow
+    stored: int = 0  # entries of its table whose copy down was started while it runs: see ../fleet/moves.py
+    store_job: int = 0  # the last job of these copies
+
+
+@dataclass(slots=True)
+class RecomputeDebt:
+    """The time to compute again what a preemption has lost; new at each admission."""
+
+    owed_us: int = 0  # predicted; 0: nothing is owed, or it is paid
+    paid_us: int = 0  # measured, so far
+
+
+@dataclass(slots=True)
 class Scores:
     """The log probabilities of a sequence's generated tokens, from token `first` on: those before it were
     generated at another scheduler. The columns are those of Tokens."""
@@ -171,24 +202,14 @@ class Sequence(StepFields):
     keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
     registered: int = 0  # entries of the table with keys in the prefix cache
     adopted: int = 0  # entries up to the last one that was found in the prefix cache
-    copied: int = 0  # entries whose copy to a tier was started while it runs: see ../fleet/moves.py
-    copy_job: int = 0  # the last job of these copies
     most_computed: int = 0  # the most that was ever computed or cached: computing less is recomputation
     charged_tokens: int = 0  # generated tokens that its client has been charged for
-    preemptions: int = 0
-    ceded_preemptions: int = 0  # those after its turn, for a tenant without a running sequence: not counted
-    turn_until_us: int = 0  # its turn lasts until then: it has run for as long as it had waited
-    turn_tokens: int = 1  # and until it has computed so many tokens: as many as it had lost
-    pinned: bool = False  # preempted often: it reserves all blocks that it may need, and is never a victim
     scores: Scores | None = None  # if its request asks for log probabilities: for another detokenizer
     tail: Tail = NO_TAIL  # of its last preemption
-    load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
-    loads_until: int = 0  # tokens that it has after the loads that follow that one, 0: none follow
+    turn: Turn = field(default_factory=Turn)
+    copies: TierCopies = field(default_factory=TierCopies)
+    debt: RecomputeDebt = field(default_factory=RecomputeDebt)
     compiles_grammar: bool = False  # its executor compiles its grammar, which the next token needs
-    protected_until_us: int = 0  # it has just resumed: others are preempted before it
-    preempt_price: int = 0  # when it was last a candidate: see ../preemption.py
-    recompute_debt_us: int = 0  # predicted time to recompute what it had lost
-    recompute_paid_us: int = 0  # measured time of that so far
     parent: Sequence | None = None  # computes the prompt for this sequence, until the fork
     final: int = 0
     reason: str = ""
@@ -226,8 +247,8 @@ class Sequence(StepFields):
         if self.parent is not None:
             return 0
         known = self.computed
-        if self.load_job:
-            known = max(known, len(self.table) * block_tokens, self.loads_until)
+        if self.copies.load_job:
+            known = max(known, len(self.table) * block_tokens, self.copies.loads_until)
         return max(self.opened_length - known, 0)
 
     @property
@@ -269,8 +290,8 @@ class Sequence(StepFields):
         self.executor, self.slot, self.parent = "", -1, None
         self.table, self.table_sent, self.table_capacity, self.registered, self.reserved = [], 0, 0, 0, 0
         self.steps = self.steps_planned
-        self.opened_length = self.computed = self.load_job = self.adopted = self.copied = self.copy_job = 0
-        self.recompute_debt_us = self.recompute_paid_us = 0
+        self.opened_length = self.computed = self.adopted = 0
+        self.copies, self.debt = TierCopies(), RecomputeDebt()
         self.compiles_grammar = False
 
     def record_decision(self, now_us: int, what: str, why: str, **numbers: int) -> None:

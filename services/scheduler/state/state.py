@@ -136,6 +136,40 @@ class ModelExecutors:
             self.running_by_tenant[sequence.tenant] = count
 
 
+@dataclass(slots=True)
+class PromptShare:
+    """The prompts of an executor, for the roles: see ../fleet/roles.py, whose review empties the sums."""
+
+    limit: int = 0  # with the role DECODE: longer prompts start elsewhere
+    tokens: int = 0  # of prompts, computed since the last review
+    squares: int = 0  # sum of the squares of the lengths of the prompts that ended since
+
+
+@dataclass(slots=True)
+class LatePlan:
+    """The next step is planned shortly before the predicted end of the one that runs: see ../overlap.py."""
+
+    due_us: int = 0  # when it is planned; 0: at once
+    lead_us: int = 0  # so long before the predicted end
+
+
+@dataclass(slots=True)
+class Hold:
+    """A step that waited for a slot: see `is_room_coming` in ../step_planner.py."""
+
+    step: int = -1  # the one before it
+    since_us: int = 0
+
+
+@dataclass(slots=True)
+class StorePace:
+    """How often blocks are copied down without need: see ../kv_tiers/store.py."""
+
+    judged_us: int = 0  # when dirty blocks were last judged
+    next_eager_us: int = 0  # no eager copy before
+    next_ahead_us: int = 0  # no copy of a running sequence's blocks before: the tier had no room
+
+
 @dataclass(slots=True, eq=False)
 class Executor:
     """One incarnation of one executor: its pool and its window."""
@@ -159,10 +193,11 @@ class Executor:
     draining: bool = False  # finishes what it has, gets nothing new
     drains_since_us: int = 0
     role: str = ""  # PREFILL, DECODE, or empty: both. See ../fleet/roles.py
-    prompt_limit: int = 0  # DECODE: longer prompts start elsewhere
-    prompt_tokens: int = 0  # of prompts, computed since the last review of the roles
-    prompt_squares: int = 0  # sum of the squares of the lengths of the prompts that ended since
     sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
+    prompts: PromptShare = field(default_factory=PromptShare)
+    late_plan: LatePlan = field(default_factory=LatePlan)
+    hold: Hold = field(default_factory=Hold)
+    store_pace: StorePace = field(default_factory=StorePace)
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
     grammars: dict[int, bool] = field(
@@ -178,15 +213,8 @@ class Executor:
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)
-    held_step: int = -1  # the step after this one waited for a slot, and since when: see is_room_coming
-    held_us: int = 0
-    due_us: int = 0  # the next step is planned then: see overlap.py
-    due_lead_us: int = 0  # so long before the predicted end
     awaited_blocks: int = 0  # kept free until a sequence starts here: one found no room, see ../admission.py
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see is_worth_waiting
-    judged_us: int = 0  # when its dirty blocks were last judged
-    next_eager_us: int = 0  # no eager copy before
-    next_ahead_us: int = 0  # no copy of a running sequence's blocks before: the tier had no room
     source: str = field(init=False)
 
     def __post_init__(self) -> None:

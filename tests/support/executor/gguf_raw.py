@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GgmlType
 from numpy.typing import NDArray
 
 SCALES = {  # where a block has its float16 numbers
-    Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q5_0: [0], Kind.Q5_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2],
-    Kind.Q5_K: [0, 2], Kind.Q6_K: [208],
+    GgmlType.Q4_0: [0], GgmlType.Q4_1: [0, 2], GgmlType.Q5_0: [0], GgmlType.Q5_1: [0, 2],
+    GgmlType.Q8_0: [0], GgmlType.Q4_K: [0, 2], GgmlType.Q5_K: [0, 2], GgmlType.Q6_K: [208],
 }  # fmt: skip
 
 
-def random_blocks(kind: Kind, rows: int, columns: int) -> NDArray[np.uint8]:
+def random_blocks(kind: GgmlType, rows: int, columns: int) -> NDArray[np.uint8]:
     """A matrix, `[rows, bytes]`."""
     random = np.random.default_rng(kind.value)
     each, size = GGML_QUANT_SIZES[kind]

@@ -1,5 +1,5 @@
 """Memory that ranks on CPUs share through files, as GPUs map each other's memory, for
-services.executor.parallel.ranks.PeerCopies, and the same collectives by a process group of torch.
+services.executor.parallel.ranks.MappedCopies, and the same collectives by a process group of torch.
 """
 
 from __future__ import annotations

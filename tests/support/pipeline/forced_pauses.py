@@ -67,7 +67,7 @@ class Forced:
         first, left = self.executor.step, sorted(steps, reverse=True)
 
         def wanted(executor: Executor) -> list[Sequence]:
-            victims = [s for s in executor.running if not s.load_job]
+            victims = [s for s in executor.running if not s.copies.load_job]
             if not left or not victims or executor.step < first + left[-1]:
                 return []
             self.indices.append(executor.step - first)
@@ -91,7 +91,7 @@ class Forced:
         """Let the scheduler look at its dirty blocks now. True when all are copied."""
         executor = self.executor
         pool = executor.pool
-        executor.judged_us = -(10**9)
+        executor.store_pace.judged_us = -(10**9)
         self._handle(Ticked())
         return not (pool.dirty_blocks or pool.fenced_blocks or self.state.tiers.jobs)
 
@@ -115,7 +115,7 @@ class Forced:
 
     def _see_off(self, executor: Executor) -> None:
         pool = executor.pool
-        executor.judged_us = -(10**9)  # its dirty blocks are judged at once
+        executor.store_pace.judged_us = -(10**9)  # its dirty blocks are judged at once
         theirs = {block for block in range(pool.blocks) if pool.owner_of[block][0] in self.away}
         waiting = [*pool._dirty, *pool._copying, *(b for fence in pool._fences.values() for b in fence)]
         if theirs.intersection(waiting):

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from support.executor.paged_engine import STOP_ID, PagedEngine, expected_tokens
+from support.scheduler import invariants
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.tier_side import Pending, TierSide
 
 from services.scheduler.core import Scheduler
-from services.scheduler.state import invariants, policies
+from services.scheduler.state import policies
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import (
     Arrived,

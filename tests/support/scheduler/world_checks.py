@@ -5,14 +5,13 @@ Each recounts from the sequences alone what the scheduler keeps up to date as it
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 from support.scheduler.world import World
 
-from services.scheduler import core, load_shedding, step_planner
+from services.scheduler import load_shedding, step_planner
 from services.scheduler.overlap import mode_of
 from services.scheduler.preemption import (
     can_fit,
@@ -72,7 +71,7 @@ def no_idle_window(world: World) -> None:
             world.scheduler.state, executor, len(rows_without_block(executor))
         ):
             assert world.scheduler.state.tiers.jobs, "it waits for nothing"
-        elif executor.in_flight and executor.held_step == executor.step:
+        elif executor.in_flight and executor.hold.step == executor.step:
             assert executor.pool.fenced_slots, "it waits for nothing"
         elif len(executor.in_flight) < depth:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
@@ -107,7 +106,7 @@ def sums(world: World) -> None:
         assert found.base_us in (-1, executor.cost_model.predict_us(decode_shape(executor)) if cached else 0)
         assert decode_shape(executor) == shape_of_rows((at, 1) for at in cached)
         for level in range(3):
-            stay = [s for s in running if s.level <= level or s.pinned]
+            stay = [s for s in running if s.level <= level or s.turn.pinned]
             ends = sorted((rules._left(state, s), len(s.table)) for s in stay)
             others = sum(len(s.table) for s in running if s not in stay)
             assert rules._ends(state, executor, level) == (ends, others)
@@ -125,19 +124,6 @@ def sums(world: World) -> None:
             depth = mode_of(state, executor)[1]
             assert not executor.running or len(executor.in_flight) >= depth
             assert executor.pace == pace
-
-
-def caches(world: World) -> None:
-    """What a decision is spared by, `blocked_on` and `settled`, spares no decision: without them another
-    `decide` sends nothing. Looks at one event of 16: the copy of the state takes long."""
-    if world.events % 16:
-        return
-    state = copy.deepcopy(world.scheduler.state)
-    state.blocked_on = ()
-    for executor in state.executors.values():
-        executor.settled = -1
-    core.decide(state)
-    assert not state.commands, f"a decision was not made: {state.commands}"
 
 
 ALL = [limits, overlap, no_idle_window, none_forgotten, sums]

@@ -113,7 +113,7 @@ def test_norm_and_gate_are_their_formulas() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 21, 80])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_products_are_products(
+def test_products_equal_the_reference(
     dtype: torch.dtype, rows: int, deterministic: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels.cpu_jit, "available", lambda: compiled)

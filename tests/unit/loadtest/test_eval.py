@@ -129,7 +129,7 @@ def test_an_engine_without_an_eager_model_goes_by_decode(tmp_path: Path) -> None
         path_for("prefill", [other])
 
 
-def test_arms() -> None:
+def test_arms_are_parsed() -> None:
     assert Arm.read("bf16/fp8,device=cuda").changes == (("dtype", "bf16/fp8"), ("device", "cuda"))
     assert Arm.read("deterministic=true").changes == (("deterministic", "true"),)
     with pytest.raises(BadRequest, match="DTYPE,SETTING=VALUE"):
@@ -138,7 +138,7 @@ def test_arms() -> None:
         Arm.read("backend=sim").build("", CONTEXT)
 
 
-def test_kl_of_random_weights(
+def test_kl_of_random_weights_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder with a config alone: dummy weights, the same in both dtypes, and random ids."""

@@ -16,7 +16,7 @@ def test_a_static_batch_computes_all_its_prompts_first(view: BatchingView, share
     assert policies.static(view) == share
 
 
-def test_promises() -> None:
+def test_reservation_policies_reserve_these_blocks() -> None:
     sizes = [(3, 20, 4), (4, 20, 4), (20, 20, 4)]
     assert [policies.greedy(*size) for size in sizes] == [1, 2, 5]
     assert [policies.by_chunk(*size) for size in [*sizes, (3_000, 4_000, 16)]] == [1, 2, 5, 64]
@@ -42,7 +42,7 @@ def test_offload_policy_decides_about_a_block(paused: bool, pressed: bool) -> No
         ("tier=loadtest.policies:forget", {"no_tiers", "forgets"}),
     ],
 )
-def test_traits(text: str, traits: set[str]) -> None:
+def test_traits_equal_the_functions_traits(text: str, traits: set[str]) -> None:
     policy, plain = parse(text), Policy()
     names = ("fair", "closed", "greedy", "looks_ahead", "no_tiers", "forgets", "leaves", "ahead")
     changed = {name for name in names if getattr(policy, name) != getattr(plain, name)}

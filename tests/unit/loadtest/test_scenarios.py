@@ -26,7 +26,7 @@ def prompt_of(asked: SimRequest) -> list[int]:
     return list(asked.prompt() if callable(asked.prompt) else asked.prompt)
 
 
-def test_the_azure_sample() -> None:
+def test_azure_sample_is_read() -> None:
     workload = azure(AZURE_SAMPLE, Cut())
     assert len(workload.requests) == 2867
     first, second = workload.requests[:2]

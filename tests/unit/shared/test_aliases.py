@@ -16,9 +16,9 @@ from shared.aliases import (
     SETTLED_US,
     Alias,
     Aliases,
-    alias_of,
     read_targets,
 )
+from shared.bodies import decode
 from shared.errors import BadRequest
 
 REQUESTS = 2_000
@@ -146,7 +146,7 @@ def test_a_later_change_has_a_higher_version_also_if_the_clock_goes_back() -> No
     table.apply(first)
     assert table.next("chat", [], 10).version == 1_001
     assert table.next("chat", [], 2_000).version == 2_000
-    assert alias_of({"name": "chat", "version": 1_000, "targets": [["big", 1]]}) == first
+    assert decode(Alias, b'{"name": "chat", "version": 1000, "targets": [["big", 1]]}') == first
 
 
 def test_a_name_is_settled_some_time_after_its_change() -> None:

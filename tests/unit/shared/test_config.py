@@ -39,7 +39,7 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
     assert (loaded.settings.window, loaded.origins["window"], loaded.unknown_env) == (3, "file", ())
 
 
-def test_few_settings_each_explained() -> None:
+def test_settings_are_few_and_explained() -> None:
     assert len(Settings.model_fields) <= 62
     assert all(field.description for field in Settings.model_fields.values())
 

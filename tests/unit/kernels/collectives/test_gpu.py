@@ -59,12 +59,12 @@ def _on_rank(ranks: DistributedRanks, dtype: torch.dtype, splits: int, one_hop_b
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     from kernels.collectives.gpu import EMPTY
     from services.executor.cuda.model import _ResidualAdd
-    from services.executor.parallel import peer_memory
+    from services.executor.parallel import symmetric_memory
     from services.executor.parallel.coroutines import run_alone
 
     _host_side(ranks)
-    peer_memory.ONE_HOP_BYTES = one_hop_bytes
-    ranks.symmetric = peer_memory.SymmetricBuffers(ranks.rank, ranks.size, torch.device("cpu"))
+    symmetric_memory.ONE_HOP_BYTES = one_hop_bytes
+    ranks.symmetric = symmetric_memory.SymmetricBuffers(ranks.rank, ranks.size, torch.device("cpu"))
     ranks.exchange(None)  # all have boxes
     found, weight = [], torch.linspace(0.5, 1.5, WIDTH).to(dtype)
     for rows in ROWS:
@@ -79,7 +79,7 @@ def _on_rank(ranks: DistributedRanks, dtype: torch.dtype, splits: int, one_hop_b
     ranks.exchange(None)  # all are through
     assert bool((ranks.symmetric._memory == EMPTY).all()), "a letter is left"
     too_long = _ResidualAdd(
-        ranks, None, torch.zeros(peer_memory.LIMIT_BYTES // WIDTH, WIDTH), 1e-5, chained=False
+        ranks, None, torch.zeros(symmetric_memory.LIMIT_BYTES // WIDTH, WIDTH), 1e-5, chained=False
     )
     assert too_long.whole, "a sum and a norm apart"
     return found
@@ -122,13 +122,13 @@ def test_every_rank_has_the_norm_of_the_sum(
 
 
 def test_boxes_hold_what_fits_and_can_be_stored_at_once() -> None:
-    from kernels.collectives.gpu import PeerBuffers
+    from kernels.collectives.gpu import MappedBuffers
 
-    boxes = PeerBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096)
+    boxes = MappedBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096)
     assert boxes.has_room(14, 128)  # and 16 rows of parts
     assert not boxes.has_room(16, 144)
     assert not boxes.has_room(2, 24)
-    short = PeerBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096, one_hop_bytes=1536)
+    short = MappedBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096, one_hop_bytes=1536)
     assert short.has_room(8, 128)
     assert not short.has_room(12, 128)  # the parts of four ranks
     assert short.has_room(14, 128)
@@ -139,7 +139,7 @@ def _logits(ranks: DistributedRanks) -> list[Tensor]:
     os.environ["TRITON_INTERPRET"] = "1"
     from services.executor.cuda import model
 
-    model.PeerMemory = lambda size_bytes, device: HostMemory(size_bytes)  # type: ignore[assignment, misc]
+    model.SymmetricMemory = lambda size_bytes, device: HostMemory(size_bytes)  # type: ignore[assignment, misc]
     shared = model.SharedLogits(ranks, torch.zeros(0), 4, VOCAB)
     found = []
     for rows in (4, 1):

@@ -47,7 +47,7 @@ def _drawn() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_norm_after_a_sum(rows: int, dtype: torch.dtype) -> None:
+def test_norm_after_a_sum_equals_the_reference(rows: int, dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(2 * rows + 1, 72).to(dtype).split([rows, rows, 1])
     wanted = norm_ref.add_rms_norm(x, residual, weight[0], 1e-5)
     found = rowwise.add_rms_norm(x, residual.clone(), weight[0], 1e-5)
@@ -57,7 +57,7 @@ def test_norm_after_a_sum(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_gate(rows: int, dtype: torch.dtype) -> None:
+def test_gate_equals_the_reference(rows: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(rows, 2 * 77).to(dtype) * 8
     assert far(rowwise.swiglu(gate_up), gate_ref.swiglu(gate_up.float()).to(dtype)) <= 8
 
@@ -69,7 +69,7 @@ def test_the_gate_of_extreme_numbers() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
-def test_products_of_few_rows(rows: int) -> None:
+def test_products_of_few_rows_equal_the_reference(rows: int) -> None:
     x, weight = torch.randn(rows, 100).bfloat16(), torch.randn(131, 100).bfloat16()
     wanted = x.double() @ weight.double().t()
     assert far(matmul.few_rows(x, weight), wanted) <= 1
@@ -175,7 +175,7 @@ def test_kernels_of_cpus_without_bfloat16(more: str) -> None:
         **os.environ,
         "NUMBA_CPU_FEATURES": f"+sse4.2,+avx,+avx2,+fma,+f16c,{more}".rstrip(","),
     }
-    chosen = "rotation or any_length and 9-3-64 or norm_after or test_gate"
+    chosen = "rotation or any_length and 9-3-64 or norm_after or test_gate_equals_the_reference"
     command = [
         sys.executable,
         "-m",
@@ -233,7 +233,7 @@ def test_a_kernel_is_the_same_on_one_thread_and_without_torchs_team(monkeypatch:
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 21])
 @pytest.mark.parametrize("height", [48, 96, 131])
-def test_products_in_panels(rows: int, height: int) -> None:
+def test_products_in_panels_equal_the_reference(rows: int, height: int) -> None:
     x, weight = torch.randn(rows, 100), torch.randn(height, 100)
     if kernels.cpu_jit.has("avx512f"):
         found = packed_weights.multiply(x, packed_weights.pack(weight))
@@ -249,7 +249,7 @@ def test_products_in_panels(rows: int, height: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 31, 70])
 @pytest.mark.parametrize(("height", "width"), [(48, 32), (131, 96), (160, 576)])
-def test_products_in_tiles(rows: int, height: int, width: int) -> None:
+def test_products_in_tiles_equal_the_reference(rows: int, height: int, width: int) -> None:
     """Widths that AMX's tiles divide: with AMX the same rows by other instructions."""
     if not kernels.cpu_jit.has("avx512bf16"):
         return
@@ -278,7 +278,7 @@ def test_tiles_are_used_where_the_cpu_has_them_and_the_isa_limit_allows_them() -
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 21])
 @pytest.mark.parametrize("height", [48, 131])
-def test_products_of_bytes(rows: int, height: int) -> None:
+def test_products_of_bytes_equal_the_reference(rows: int, height: int) -> None:
     if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         return  # nothing calls them then: see test_bytes_are_for_shapes_of_whole_blocks
     x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(height, 96).bfloat16()

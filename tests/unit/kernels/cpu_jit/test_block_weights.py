@@ -101,7 +101,7 @@ def test_the_largest_numbers_do_not_saturate(kind: Format, terms: int, number: f
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max() + 1e-9
 
 
-def test_a_row_of_zeros() -> None:
+def test_row_of_zeros_gives_zeros() -> None:
     packed = pack([random_blocks(FORMATS[1], PANEL)], torch.float32)
     assert not multiply(torch.zeros(2, COLUMNS), packed).any()
 

@@ -38,7 +38,7 @@ def test_the_kernel_draws_from_the_exact_distribution(wanted: Filter) -> None:
         ((1.0, 0, 1.0, 0.3), [0.5, 0.25, 0.25, 0.0, 0.0]),
     ],
 )
-def test_probabilities_by_hand(wanted: Filter, probabilities: list[float]) -> None:
+def test_probabilities_equal_ones_by_hand(wanted: Filter, probabilities: list[float]) -> None:
     logits = torch.tensor([4.0, 2.0, 2.0, 1.0, 1.0], dtype=torch.float64).log()
     assert exact(logits, wanted).tolist() == pytest.approx(probabilities, abs=1e-12)
 
@@ -52,7 +52,7 @@ def test_probabilities_are_the_references(wanted: Filter) -> None:
     assert (exact(logits[0], wanted) - kept).abs().max() < 1e-6
 
 
-def test_chi_square_by_hand() -> None:
+def test_chi_square_equals_one_by_hand() -> None:
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     fit = chi_square(torch.tensor([60, 40]), half)
     assert (fit.cells, fit.statistic) == (2, pytest.approx(4.0))

@@ -75,7 +75,7 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
         document.read(tmp_path / "none.json")
 
 
-def test_ratios() -> None:
+def test_ratios_compare_two_results() -> None:
     table = {name: rest for name, *rest in rows(made("a")["runs"][0], made("b", 2)["runs"][0])}
     assert table["median_ttft_ms"] == [100.0, 200.0, 2.0]
     assert table["output_throughput"] == pytest.approx([12.0, 6.0, 0.5])
@@ -112,7 +112,7 @@ def test_plot_has_the_samples_of_the_run() -> None:
     assert plot.curve(result, "p99_ttft_ms") == [(12.0, 100.0), (12.0, 100.0)]
 
 
-def test_the_commands_on_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_read_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, times in (("a", 1), ("b", 2)):
         document.write(made(name, times), tmp_path / f"{name}.json")
     files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]

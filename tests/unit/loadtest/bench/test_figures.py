@@ -36,7 +36,7 @@ RECORDS = [
 ]
 
 
-def test_the_table_by_hand() -> None:
+def test_table_equals_one_by_hand() -> None:
     made = figures(RECORDS, 1_000 * MS, {"ttft": 200, "tpot": 30})
     expected = {
         "completed": 4,
@@ -126,7 +126,7 @@ def test_goals_that_cannot_be_read(pair: str) -> None:
         read_goals([pair])
 
 
-def test_goals() -> None:
+def test_goals_are_read() -> None:
     assert read_goals(["ttft:500", "tpot:50.5", "e2el:9000"]) == {"ttft": 500, "tpot": 50.5, "e2el": 9000}
 
 

@@ -224,7 +224,7 @@ def test_a_native_stream_that_starts_over_counts_what_is_new() -> None:
         ("unix:/tmp/x", Address("localhost", 0, "", path="/tmp/x")),
     ],
 )
-def test_addresses(url: str, address: Address) -> None:
+def test_addresses_are_parsed(url: str, address: Address) -> None:
     assert Address.of(url) == address
 
 

@@ -35,7 +35,7 @@ def test_gaps_are_gamma_distributed_and_end_on_time(burstiness: float) -> None:
     assert spread == pytest.approx(1 / math.sqrt(burstiness), rel=0.05)  # of a gamma distribution
 
 
-def test_seeds() -> None:
+def test_seeds_decide_the_workload() -> None:
     assert arrivals_us(100, 5.0, 1.0, "a") == arrivals_us(100, 5.0, 1.0, "a")
     assert arrivals_us(100, 5.0, 1.0, "a") != arrivals_us(100, 5.0, 1.0, "b")
 
@@ -88,7 +88,7 @@ def test_prompts_share_their_prefix_and_nothing_else() -> None:
     assert all(other[:30] == first[:30] for other in others)
 
 
-def test_text_in_the_place_of_token_ids() -> None:
+def test_text_may_stand_in_place_of_token_ids() -> None:
     made = conversations("shared-prefix", chat=True, prompts=8, input_len=20, prefix_len=30, prefixes=2)
     prompts = [prompt_of(each).split() for each in made]
     assert {len(prompt) for prompt in prompts} == {50}
@@ -114,7 +114,7 @@ def test_a_long_prompt_now_and_then() -> None:
     assert made[3].turns[0].output_tokens == 8
 
 
-def test_a_mix_of_classes() -> None:
+def test_classes_are_mixed_by_their_shares() -> None:
     made = conversations("priority", prompts=300, input_len=10, output_len=5)
     sizes = {(t.slo_class, t.kind, len(prompt_of(c)), t.output_tokens) for c in made for t in c.turns}
     assert sizes == {("interactive",) * 2 + (10, 5), ("standard",) * 2 + (10, 5), ("batch",) * 2 + (40, 20)}

@@ -60,7 +60,7 @@ def slow_ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int =
 
 def slow_wait_us(state: State, executor: Executor, level: int, slots: int, tokens: int, output: int) -> int:
     pool, mean = executor.pool, state.mean_output_tokens
-    stay = [s for s in executor.running if s.level <= level or s.pinned]
+    stay = [s for s in executor.running if s.level <= level or s.turn.pinned]
     slots -= len(pool.free_slots) + pool.fenced_slots + len(executor.running) - len(stay)
     blocks = blocks_for(tokens, pool.block_tokens) - pool.unreserved_blocks - pool.coming_blocks
     blocks -= sum(len(s.table) for s in executor.running if s not in stay)

@@ -99,7 +99,7 @@ def test_the_host_works_while_the_device_runs_on() -> None:
     assert made.totals.host_us == 4_000
 
 
-def test_the_host_lane_takes_one_step_after_the_other() -> None:
+def test_the_host_thread_takes_one_step_after_the_other() -> None:
     made = engine()
     made.machine = replace(made.machine, model=replace(MODEL, host_row_ns=15_000_000))
     for slot in (0, 1, 2):

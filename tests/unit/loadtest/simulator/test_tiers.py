@@ -71,7 +71,7 @@ def times(made: VirtualEngine, what: KvCopy, sent_us: int) -> tuple[int, int, in
     return done.wait_us, done.took_us, at_us
 
 
-def test_a_lane_each_way_first_come_first_served() -> None:
+def test_copies_of_each_direction_run_in_the_order_of_arrival() -> None:
     made = engine(hop_us=100)
     assert times(made, copy(1, True, 0, 1), 0) == (0, 2_010, 2_210)
     assert times(made, copy(2, True, 2), 0) == (2_010, 1_010, 3_220)

@@ -110,7 +110,7 @@ def test_bounds_decide_what_is_good() -> None:
         assert figures(world, bounds)["in_slo_pct"] == 0
 
 
-def test_same_seed_same_table() -> None:
+def test_world_gives_the_same_table_for_a_seed() -> None:
     def table(seed: int) -> dict[str, float]:
         rng = random.Random(7)
         requests = tuple(

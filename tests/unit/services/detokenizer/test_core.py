@@ -417,7 +417,7 @@ def scored(core: DetokenizerCore, form: str, **more: Any) -> list[dict[str, Any]
     return [frame for frame in frames(out) if frame.get("request_id", frame.get("id")) == "r1"]
 
 
-def test_logprobs_of_a_chat(core: DetokenizerCore) -> None:
+def test_logprobs_of_a_chat_have_its_form(core: DetokenizerCore) -> None:
     delta = scored(core, "chat")[1]
     first = {"token": "a", "logprob": -0.5, "bytes": [97]}
     halves = [{"token": "\ufffd", "logprob": p, "bytes": [byte]} for p, byte in ((-1.5, 0xC3), (-2.5, 0xC4))]
@@ -430,7 +430,7 @@ def test_logprobs_of_a_chat(core: DetokenizerCore) -> None:
     ]  # fmt: skip
 
 
-def test_logprobs_of_a_completion(core: DetokenizerCore) -> None:
+def test_logprobs_of_a_completion_have_its_form(core: DetokenizerCore) -> None:
     """Two alternatives are halves of characters, with one text: the more probable one counts."""
     (body,) = scored(core, "completion", stream=False)
     assert body["choices"][0]["logprobs"] == {

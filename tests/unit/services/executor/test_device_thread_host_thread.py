@@ -73,7 +73,7 @@ def ended(device: DeviceThread, results: queue.SimpleQueue[StepResult]) -> list[
     return [results.get_nowait().step for _ in range(results.qsize())]
 
 
-def test_the_next_forward_runs_while_a_step_is_on_the_lane_and_results_stay_in_order() -> None:
+def test_the_next_forward_runs_while_a_step_is_on_the_host_thread_and_results_stay_in_order() -> None:
     backend = Gated(1)
     device, results = started(backend, host_fed(1), opened(2), of(1, 1), of(2, 2))
     backend.until("forward", 2)
@@ -86,7 +86,7 @@ def test_the_next_forward_runs_while_a_step_is_on_the_lane_and_results_stay_in_o
     assert device.since_us == 0
 
 
-def test_the_lane_holds_two_steps_and_then_the_device_waits() -> None:
+def test_the_host_thread_holds_two_steps_and_then_the_device_waits() -> None:
     backend = Gated(1)
     slots = [host_fed(slot) for slot in range(1, 5)]
     device, results = started(backend, *slots, *(of(step, step) for step in range(1, 5)))
@@ -109,7 +109,7 @@ def test_the_lane_holds_two_steps_and_then_the_device_waits() -> None:
     ],
     ids=["plan", "close", "open", "reset", "end"],
 )
-def test_change_of_a_slot_on_the_lane_waits_for_the_lane(work: Work, call: tuple[str, int]) -> None:
+def test_change_of_a_slot_on_the_host_thread_waits_for_it(work: Work, call: tuple[str, int]) -> None:
     backend = Gated(1)
     device, results = started(backend, host_fed(1), of(1, 1))
     backend.until("forward", 1)
@@ -139,7 +139,7 @@ def lanes() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "host-thread"}
 
 
-def test_steps_of_slots_without_processors_never_start_the_lane() -> None:
+def test_steps_of_slots_without_processors_never_start_the_host_thread() -> None:
     before = lanes()  # of engines of other tests that were lost with their group
     backend = Gated()
     device, results = started(backend, opened(1), plan(1), plan(2))

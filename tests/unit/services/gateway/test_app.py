@@ -66,7 +66,9 @@ async def test_health_quotes_no_request_where_there_are_keys(tmp_path: Path, key
 @pytest.mark.parametrize(
     ("origins", "allowed"), [((), None), (["http://a"], "http://a"), (["http://b"], None), (["*"], "*")]
 )
-async def test_pages_of_other_origins(origins: Sequence[str], allowed: str | None) -> None:
+async def test_pages_of_other_origins_are_admitted_by_the_setting(
+    origins: Sequence[str], allowed: str | None
+) -> None:
     """With a key in a header a browser asks first, and reads also an error only where it is allowed to."""
     ask = {
         "origin": "http://a",

@@ -55,7 +55,7 @@ from shared.telemetry.traces import covered_us
         (DeadlineExceeded("w"), 504, "server_error", "timeout"),
     ],
 )
-def test_errors_in_openai_form(error: HeadraceError, status: int, kind: str, word: str | None) -> None:
+def test_errors_have_openais_form(error: HeadraceError, status: int, kind: str, word: str | None) -> None:
     assert error_status(error) == status
     assert error_body(error, "r") == {
         "error": {
@@ -93,7 +93,7 @@ def test_open_exchanges_are_counted_by_tenant() -> None:
 HASH = sha256(b"secret").hexdigest()
 
 
-def test_keys_plain_and_hashed() -> None:
+def test_keys_are_plain_or_hashed() -> None:
     text = f"# names\nacme  hr-1 # first\n\nacme hr-2\nother sha256:{HASH}\n"
     assert read_keys(text) == {
         sha256(b"hr-1").hexdigest(): "acme",
@@ -279,7 +279,7 @@ def test_exchange_counters_count_requests_errors_and_first_bytes() -> None:
         assert line in page
 
 
-def test_the_page_for_prometheus() -> None:
+def test_prometheus_page_has_this_text() -> None:
     readings = [
         MetricPoint("a.b", 1.5, "By", (("x.y", 'see "hi"\n\\'),)),
         MetricPoint("c", 3, "{request}", is_counter=True),

@@ -131,7 +131,7 @@ def test_prompts_over_the_bound_are_refused() -> None:
         ({"echo": 1}, False, 1),
     ],
 )
-def test_echo(fields: dict[str, Any], echo: bool, native: Any) -> None:
+def test_echo_is_passed_on(fields: dict[str, Any], echo: bool, native: Any) -> None:
     call = completion(**fields)
     assert (call.echo, call.bodies[0].get("echo")) == (echo, native)
 
@@ -160,13 +160,13 @@ def test_null_means_absent() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"{'a': 1}", b'{"a":' * 100_000])
-def test_no_json(body: bytes) -> None:
+def test_body_that_is_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(BadRequest, match=r"not JSON|nested too deeply"):
         fields_of(body)
 
 
 @pytest.mark.parametrize("body", [b"[]", b"3", b'"a"', b"null", b"true"])
-def test_json_but_no_object(body: bytes) -> None:
+def test_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(Unprocessable, match="an object with fields is expected"):
         fields_of(body)
 

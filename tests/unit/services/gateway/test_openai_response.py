@@ -62,7 +62,7 @@ def taken(maker: ChunkBuilder, *frames: dict[str, Any], prompt: int = 0) -> list
     return [json.loads(made) for frame in frames for made in maker.convert(prompt, frame)]
 
 
-def test_a_chat_stream() -> None:
+def test_chat_stream_has_openais_chunks() -> None:
     got = taken(ChunkBuilder(call()), ACCEPTED, delta("Hel"), delta("lo", first=1), done("stop"))
     assert got == [
         chunk(0, {"role": "assistant", "content": ""}),
@@ -190,7 +190,7 @@ def test_an_answer_that_changed_is_an_error(frames: list[dict[str, Any]]) -> Non
         taken(maker, ACCEPTED, *frames)
 
 
-def test_events_on_the_wire() -> None:
+def test_events_have_these_bytes() -> None:
     assert (
         ChunkBuilder(call()).write(['{"a":"é\\n"}', '{"b":1}'])
         == 'data: {"a":"é\\n"}\n\ndata: {"b":1}\n\n'.encode()
@@ -215,7 +215,7 @@ NATIVE: dict[str, Any] = {
 }
 
 
-def test_a_plain_chat() -> None:
+def test_plain_chat_has_openais_form() -> None:
     got = openai_response.answer(call(), [NATIVE], ())
     assert got == {
         "id": "r",

@@ -90,7 +90,7 @@ async def test_an_id_of_another_form_is_never_too_old() -> None:
     ("answer", "error"),
     [(NoResponders("x"), NoKeeper), (Unavailable("full"), StoreAway), (Overloaded("x"), Overloaded)],
 )
-async def test_errors_of_a_submit(answer: HeadraceError, error: type[HeadraceError]) -> None:
+async def test_submit_raises_its_errors(answer: HeadraceError, error: type[HeadraceError]) -> None:
     with pytest.raises(error):
         await store(answer).submit(CALL)
 

@@ -37,7 +37,8 @@ from services.keeper.core import (
     Stored,
     Tick,
 )
-from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work, to_json
+from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work
+from shared.bodies import encode
 from shared.checkpoints import body_hash
 from shared.errors import (
     BadRequest,
@@ -69,7 +70,7 @@ def work(key: Key, submitted_us: int = 0) -> Work:
 
 
 def checkpoint(key: Key) -> bytes:
-    return f"1 {body_hash(to_json(work(key).body))}\ntokens".encode()
+    return f"1 {body_hash(encode(work(key).body))}\ntokens".encode()
 
 
 class Keepers(RuleBasedStateMachine):

@@ -16,7 +16,7 @@ def on(streams: AsyncMock) -> TenantQueues:
     return TenantQueues(streams, lambda _: None, lambda *_: 8)
 
 
-async def test_a_look_does_not_forget_what_is_stored_meanwhile() -> None:
+async def test_a_query_does_not_forget_messages_stored_meanwhile() -> None:
     """The server does not count it yet."""
     streams = AsyncMock()
     found = on(streams)
@@ -30,7 +30,7 @@ async def test_a_look_does_not_forget_what_is_stored_meanwhile() -> None:
     assert found.queued == 1
 
 
-async def test_requests_that_a_pull_has_not_brought_are_pulled_without_another_look(
+async def test_requests_that_a_pull_has_not_brought_are_pulled_without_another_query(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server has stored both; the consumer knows of one when the first pull comes."""
@@ -60,7 +60,7 @@ async def test_requests_that_a_pull_has_not_brought_are_pulled_without_another_l
             pass
 
     monkeypatch.setattr(queues, "Puller", Pulls)
-    monkeypatch.setattr(queues, "LOOK_S", 3_600.0)
+    monkeypatch.setattr(queues, "CONSUMERS_POLL_S", 3_600.0)
     for _ in range(2):
         found.on_stored("a")
     running = asyncio.create_task(found.run())

@@ -7,7 +7,7 @@ import random
 import pytest
 from openai import OpenAI
 
-from services.keeper.records import BATCH, REQUEST, RESPONSE, Hook, Work, to_json
+from services.keeper.records import BATCH, REQUEST, RESPONSE, Hook, Work
 from services.keeper.webhooks import (
     LAST_DELAY_US,
     MAX_TRIES,
@@ -19,6 +19,7 @@ from services.keeper.webhooks import (
     signed,
     target_of,
 )
+from shared.bodies import encode
 from shared.errors import BadRequest, EngineError
 
 # The vector of the libraries of Standard Webhooks:
@@ -45,7 +46,7 @@ def test_the_signature_is_that_of_the_specification() -> None:
 def test_either_of_two_secrets_verifies_in_openais_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: AT_S)
     hook = Hook("https://a", RESPONSE, "acme", "resp_1", 5)
-    body = to_json(event_of(hook, {"status": "completed", "ended_at": AT_S, "answer": {"choices": []}}))
+    body = encode(event_of(hook, {"status": "completed", "ended_at": AT_S, "answer": {"choices": []}}))
     headers = signed("evt_1", AT_S, body, read_hosts(HOSTS)["https://good.example:8443"])
     client = OpenAI(api_key="x")
     for secret in (SECRET, OTHER):

@@ -60,7 +60,7 @@ KV = "kv_offload.k"
 _HOSTS = (f"test-actor-{os.getpid()}-{i}" for i in itertools.count())
 
 
-def test_the_size_of_l1() -> None:
+def test_l1_size_follows_the_setting_and_the_memory() -> None:
     assert size_bytes("off", 100 * GIB, 100 * GIB) == 0
     assert size_bytes("512", GIB, GIB) == 512 * MIB
     assert size_bytes("auto", 40 * GIB + 5, 100 * GIB) == 10 * GIB
@@ -324,7 +324,7 @@ async def house(host: str) -> AsyncIterator[House]:
     assert scheduler.failure is None
 
 
-async def test_blocks_come_back_from_the_segment_that_the_beat_names(house: House) -> None:
+async def test_blocks_come_back_from_the_segment_that_the_heartbeat_names(house: House) -> None:
     kv = await house.start(l2=False)
     await house.store(1, 2, 3)
     assert await house.look_up(1, 2, 3, 4) == [1, 1, 1, 0]

@@ -391,7 +391,7 @@ def test_doctor_names_the_extra_for_weights_in_4_bits(
         assert next(doctor_module._dtype_and_threads(loaded)) == finding
 
 
-def test_versions_without_importing_anything() -> None:
+def test_version_is_printed_without_imports() -> None:
     code = (
         "import sys\nfrom services.launcher.cli import main\n"
         "try: main(['--version'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)\n"

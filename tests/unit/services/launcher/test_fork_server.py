@@ -129,7 +129,7 @@ async def test_services_start_as_before_without_the_server(
     async with asyncio.timeout(60):
         await refused.get()
         (server,) = servers(us)
-        monkeypatch.setattr(fork_server, "ANSWER_S", 0.1)
+        monkeypatch.setattr(fork_server, "FORK_WAIT_S", 0.1)
         os.kill(server, fault)
         await refused.get()
         await refused.get()

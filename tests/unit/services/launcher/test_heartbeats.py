@@ -78,7 +78,7 @@ def until(what: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_beat_is_read_as_it_was_noted(tmp_path: Path) -> None:
+def test_a_heartbeat_is_read_as_it_was_noted(tmp_path: Path) -> None:
     path = str(tmp_path / "a.beat")
     assert read(path) is None
     file = HeartbeatFile(path, 0.5)

@@ -91,9 +91,9 @@ async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pyt
 
 
 async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BACKOFF_FIRST_S", "LOOK_S"):
+    for name in ("BACKOFF_FIRST_S", "HANG_POLL_S"):
         monkeypatch.setattr(supervisor, name, 0.01)
-    for name, value in (("ANSWER_S", 0.1), ("HANGS_S", 0.5)):
+    for name, value in (("MONITORING_WAIT_S", 0.1), ("HANGS_S", 0.5)):
         monkeypatch.setattr(up, name, value)
     server, lines = servers.start(), list[str]()
     before = server.process

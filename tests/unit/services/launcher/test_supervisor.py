@@ -146,7 +146,7 @@ async def test_kinds_of_a_group_drain_together() -> None:
 
 async def test_one_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "HANG_POLL_S", 0.01)
     lines, hung = Lines(), list[int]()
     running = supervise(lines, spec("a", FOREVER), spec("b", FOREVER))
     for name in ("a", "b"):
@@ -263,7 +263,7 @@ async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
 
 
 async def test_one_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "HANG_POLL_S", 0.01)
     lines, reported = Lines(), asyncio.Event()
     running = supervise(lines, spec("a", STUBBORN), spec("b", POLITE))
     for name in ("a", "b"):

@@ -16,7 +16,15 @@ from support.memory_bus import MemoryBroker
 
 from services.launcher.heartbeats import HeartbeatNote
 from services.launcher.supervisor import service_specs
-from services.launcher.up import Readiness, _Logins, _Up, announce_death, same_seed, starts_later
+from services.launcher.up import (
+    Flags,
+    Readiness,
+    _Logins,
+    _Up,
+    announce_death,
+    same_seed,
+    starts_later,
+)
 from services.launcher.up import up as start_up
 from shared.config import load
 from shared.errors import SetupError
@@ -134,14 +142,16 @@ async def test_an_idle_fleet_drains(
     (tmp_path / "a.gguf").touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     settings = load(flags={"http": "off", "durable": False}).settings
-    up = _Up(settings, {"a": str(tmp_path / "a.gguf")}, None, _Logins("nats://n:1"))
+    up = _Up(
+        settings, {"a": str(tmp_path / "a.gguf")}, None, _Logins("nats://n:1"), flags=Flags(until_idle=True)
+    )
 
-    async def at_once() -> None: ...
+    async def at_once(*_: str) -> None: ...
 
-    for name in ("_become_ready", "_serve_models", "_idle"):
+    for name in ("_become_ready", "_serve", "_idle"):
         monkeypatch.setattr(up, name, at_once)
     monkeypatch.setattr(up._supervisor, "start", lambda **more: None)
-    assert await up.run(until_idle=True) == 0
+    assert await up.run() == 0
     assert capsys.readouterr().out.endswith("stopped\n")
 
 

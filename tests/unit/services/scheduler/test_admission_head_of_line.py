@@ -194,7 +194,7 @@ def test_a_batch_request_that_has_aged_preempts_by_the_class_of_its_line() -> No
     for _ in range(2):  # the steps in flight
         world.deliver()
     assert "old" in running(world)
-    paused = [s for s in world.scheduler.state.sequences.values() if s.preemptions]
+    paused = [s for s in world.scheduler.state.sequences.values() if s.turn.preemptions]
     assert [s.request.tokenized.request for s in paused] == ["s1"]
     while (now := running(world)) and "old" in now:  # the paused one does not take the place back
         assert "s1" not in now

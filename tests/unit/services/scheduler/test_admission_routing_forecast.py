@@ -40,7 +40,7 @@ def homes(world: World) -> list[str]:
     return [s.last_executor for s in world.scheduler.state.sequences.values()]
 
 
-def test_the_forecast_by_hand() -> None:
+def test_forecast_equals_one_by_hand() -> None:
     """A prompt beside one decode takes 100 us a token; 300 us of the step are those of the decode alone,
     0.3 % of the 100 ms that class standard may take between tokens."""
     world = fleet(1, slots=1)

@@ -101,14 +101,14 @@ def test_one_request_at_a_time_waits_for_the_steps_in_flight_alone(slo_class: st
 def test_request_in_the_lowest_class_takes_no_place() -> None:
     world = flooded()
     world.ask("b", [99] * 4, 5, tenant="b", slo_class="batch")
-    assert not any(s.preemptions for s in world.scheduler.state.sequences.values())
+    assert not any(s.turn.preemptions for s in world.scheduler.state.sequences.values())
 
 
 def test_tenant_loses_its_only_sequence_to_no_newcomer() -> None:
     """On a single slot tenants would push one another out for ever."""
     world = flooded(slots=1)
     world.ask("b", [99] * 4, 5, tenant="b")
-    assert not any(s.preemptions for s in world.scheduler.state.sequences.values())
+    assert not any(s.turn.preemptions for s in world.scheduler.state.sequences.values())
     world.run()
     world.assert_answers("b")
 

@@ -138,7 +138,7 @@ def test_the_same_id_from_another_client_is_a_conflict() -> None:
     assert [(r.code, r.request) for r in world.rejected] == [(409, "a")]
 
 
-def test_no_detokenizer_no_request() -> None:
+def test_request_is_refused_without_a_detokenizer() -> None:
     world = World(shards=())
     world.add_engine()
     world.ask("a", [5], 3)

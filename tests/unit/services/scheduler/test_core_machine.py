@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         assert of_class or share(executor, victim) > share(executor, first), "class inversion"
         assert "has no running sequence" not in why or share(executor, first) == 0
         assert victim in candidates
-        assert victim.preemptions - victim.ceded_preemptions < PIN_AFTER_PREEMPTIONS
+        assert victim.turn.preemptions - victim.turn.ceded < PIN_AFTER_PREEMPTIONS
         self.real_pause(state, executor, victim, why, candidates)
 
     def join(self, name: str) -> None:
@@ -364,7 +364,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)
-def test_any_history() -> None:
+def test_invariants_hold_in_any_history() -> None:
     Machine.events = 0
     examples = int(os.environ.get("HEADRACE_MACHINE_EXAMPLES", "0"))
     run_state_machine_as_test(

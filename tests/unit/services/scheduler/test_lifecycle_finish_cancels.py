@@ -67,7 +67,7 @@ def test_a_waiting_request_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("finish", [False, True])
-def test_a_client_that_has_gone_is_stopped_or_finished_by_its_own_wish(finish: bool) -> None:
+def test_request_of_a_client_that_has_gone_is_stopped_or_finished_by_its_option(finish: bool) -> None:
     world = running(2, 5, finish_detached=finish)
     (reader,) = world.readers_of("a")
     world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([reader.opened.seq]))))

@@ -66,6 +66,6 @@ def test_running_sequence_that_keeps_its_place_counts_as_ahead() -> None:
             world.check_every = 0
             preemption.withdraw(world.scheduler.state, first, 0)
             (left,) = executor.running
-            left.level, left.pinned = (0, False) if why == "risen" else (2, True)
+            left.level, left.turn.pinned = (0, False) if why == "risen" else (2, True)
         world.ask("late", [9] * 6_000, 5, slo_class="interactive")
         assert ["the first token would take" in r.message for r in world.rejected] == [True], why

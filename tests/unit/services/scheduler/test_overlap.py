@@ -32,7 +32,7 @@ def load(rows: int, hosted: int, context: int = 1_024, stages: int = 1, window: 
 FLAT = StepModel(weights_us=1_000, token_ns=1, row_ns=10_000)  # 1,000 us and 10 us a row
 
 
-def test_rates_by_hand() -> None:
+def test_rates_equal_ones_by_hand() -> None:
     costs = Known(FLAT, loop_us=500, host_row_us=20)
     # 100 rows: T = 2,000, host 2,000 -> 100 rows in 2,000 + 500 + 2,000 us
     assert rate("single", load(100, 100, 0), costs) == 100 * 10**9 // 4_500
@@ -206,7 +206,7 @@ def test_a_mode_slower_than_single_is_dropped_for_a_time(
     assert found == ["single", "single", "single" if banned else "run_ahead", "run_ahead"]
 
 
-def test_two_batch_with_one_half_empty_goes_on() -> None:
+def test_two_batch_with_one_micro_batch_empty_goes_on() -> None:
     world = World(Limits(overlap="two_batch"))
     world.add_engine()
     world.ask("alone", [5, 6], 9)

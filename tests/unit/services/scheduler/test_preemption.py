@@ -24,7 +24,7 @@ KV = ("on_demand", "reserve", f"{OURS}greedy", f"{OURS}by_chunk")
 
 
 def pauses(world: World, request: str) -> int:
-    return sum(s.preemptions for s in world.scheduler.state.requests["public", request].sequences)
+    return sum(s.turn.preemptions for s in world.scheduler.state.requests["public", request].sequences)
 
 
 def test_the_latest_of_the_lowest_class_is_paused() -> None:
@@ -53,7 +53,7 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
     world.ask("standard", [6] * 4, 12)
     world.ask("now", [7] * 4, 12, slo_class="interactive")
     assert (pauses(world, "batch"), pauses(world, "standard")) == (1, 0)
-    decision = next(s for s in world.scheduler.state.sequences.values() if s.preemptions).decisions[-1]
+    decision = next(s for s in world.scheduler.state.sequences.values() if s.turn.preemptions).decisions[-1]
     assert decision.what == "preempt"
     assert "class interactive needs room; latest of 2: seq 1 (batch" in decision.why
     world.ask("another", [8] * 4, 12, slo_class="standard")
@@ -132,10 +132,10 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
     for number, name in enumerate(asked):
         world.ask(name, [number + 5] * 12, 8)
     while world.deliver():
-        most = max([most, *(s.preemptions for s in state.sequences.values())])
+        most = max([most, *(s.turn.preemptions for s in state.sequences.values())])
         spare = max(spare, headroom_blocks(state, executor) - len(preemption.rows_without_block(executor)))
         assert policy.reservation == "on_demand" or not any(
-            s.pinned or s.protected_until_us for s in state.sequences.values()
+            s.turn.pinned or s.turn.protected_until_us for s in state.sequences.values()
         )
         executor.pool.check()
     for name in asked:
@@ -289,7 +289,7 @@ def test_no_sequence_is_paused_twice_within_one_event(
 def paused(world: World) -> dict[str, int]:
     """Pauses so far of the present sequences."""
     sequences = world.scheduler.state.sequences.values()
-    return {s.request.tokenized.request: s.preemptions for s in sequences if s.preemptions}
+    return {s.request.tokenized.request: s.turn.preemptions for s in sequences if s.turn.preemptions}
 
 
 def test_one_place_is_taken_on_one_executor() -> None:
@@ -428,8 +428,8 @@ def test_sequences_that_had_their_turn_give_way_to_newcomers_first() -> None:
             assert world.deliver()
         world.deliver()
     by_name = {s.request.tokenized.request: s for s in world.scheduler.state.sequences.values()}
-    assert [by_name[f"a{i}"].preemptions for i in range(3)] == [1, 4, 4]
-    assert [s.preemptions - s.ceded_preemptions for s in by_name.values()] == [0, 0, 0]
+    assert [by_name[f"a{i}"].turn.preemptions for i in range(3)] == [1, 4, 4]
+    assert [s.turn.preemptions - s.turn.ceded for s in by_name.values()] == [0, 0, 0]
 
 
 def test_a_pause_within_its_turn_counts() -> None:

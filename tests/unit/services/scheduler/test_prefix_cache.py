@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from support.scheduler import invariants
 from support.scheduler.world import RESERVE, World
 
-from services.scheduler.state import invariants
 from services.scheduler.state.state import Limits
 
 BT = 4  # block_tokens of these engines
@@ -169,7 +169,7 @@ def test_many_long_hits_at_once_travel_in_several_plans(monkeypatch: pytest.Monk
         world.assert_answers(name)
 
 
-def test_sequence_keys_its_blocks_for_its_executor_when_another_kind_was_asked_last() -> None:
+def test_sequence_keys_its_blocks_for_its_executor_when_another_kind_was_considered_last() -> None:
     """Two kinds with blocks of other sizes: admission asks both, and starts on the first."""
     world = World(Limits(accept_mixed=True))
     world.add_engine("e1", kind="f4", digest="a", blocks=64, block_tokens=4)

@@ -58,7 +58,7 @@ def test_the_most_that_keeps_the_time_between_tokens() -> None:
     assert budget(64) == 960 - 64
 
 
-def test_half_of_it_where_steps_alternate() -> None:
+def test_budget_is_half_where_steps_alternate() -> None:
     # 50 ms hold 500 tokens: 436 beside 64 decodes, in blocks 432; 496 in tiles: 448
     assert budget(64, micro_batch=0) == 448 - 64
 
@@ -96,11 +96,11 @@ def test_a_cold_start_is_careful() -> None:
 @pytest.mark.parametrize(
     ("share", "tokens"), [("whole", lambda decodes: 4_096 - decodes), ("block", lambda decodes: 16)]
 )
-def test_other_shares(share: str, tokens: Callable[[int], int]) -> None:
+def test_shares_of_the_policy_change_the_budget(share: str, tokens: Callable[[int], int]) -> None:
     assert budget(8, share) == tokens(8)
 
 
-def test_alone_it_may_take_half_a_second() -> None:
+def test_prompt_alone_may_take_half_a_second() -> None:
     # 5,000 tokens fit in 500 ms: the step's own limit counts, 4,096
     assert budget(0) == 4_096
 

@@ -17,7 +17,7 @@ from shared.messages import Tokenized
 from shared.nats.access import CLASSES, DEFAULT_CLASSES
 
 
-def test_the_file() -> None:
+def test_class_file_names_the_classes_of_tenants() -> None:
     text = "acme interactive,batch\n\n# all of us\na=2Eb standard # less\n"
     assert read_classes(text) == {"acme": ("interactive", "batch"), "a.b": ("standard",)}
     for wrong in ("acme", "acme fast", "acme standard batch"):

@@ -285,7 +285,7 @@ def test_requests_wait_for_the_next_scheduler_after_a_death(core: TokenizerCore)
     assert attempts == {"r1": 2, "r2": 1}  # no scheduler had r2
 
 
-def test_but_not_for_ever(core: TokenizerCore) -> None:
+def test_waiting_request_is_given_up_in_the_end(core: TokenizerCore) -> None:
     core.handle(Schedulers((), died=True), 10)
     core.handle(submission(), 20)
     (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: no scheduler has it

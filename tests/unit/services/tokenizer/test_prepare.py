@@ -74,7 +74,7 @@ def test_the_number_of_a_run_is_read_from_a_header(
     assert prepare(submission, dict(CHAT), model).run == run
 
 
-def test_a_bare_chat(model: ServedModel) -> None:
+def test_bare_chat_is_prepared(model: ServedModel) -> None:
     text = "<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\n"
     got = prepared(model, CHAT)
     ids = model.vocabulary.encode(text, special=True)
@@ -170,7 +170,7 @@ def test_unstated_length_is_marked(
     assert prepared(model, prompt | body).open_end == open_end
 
 
-def test_every_field(model: ServedModel) -> None:
+def test_every_field_is_prepared(model: ServedModel) -> None:
     got = prepared(
         model,
         {
@@ -291,7 +291,7 @@ def test_msgpack_equals_json(model: ServedModel) -> None:
         ({"prompt": [5], "max_tokens": 9, "max_completion_tokens": 7}, 7),
     ],
 )
-def test_room_for_the_answer(model: ServedModel, body: dict[str, Any], tokens: int) -> None:
+def test_prompt_leaves_room_for_the_answer(model: ServedModel, body: dict[str, Any], tokens: int) -> None:
     assert prepared(model, body).max_tokens == tokens
 
 
@@ -446,7 +446,9 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 
 
 @pytest.mark.parametrize(("body", "param", "text"), REFUSED, ids=lambda value: str(value)[:40])
-def test_refusals(model: ServedModel, body: dict[str, Any], param: str | None, text: str) -> None:
+def test_refusals_name_the_field(
+    model: ServedModel, body: dict[str, Any], param: str | None, text: str
+) -> None:
     with pytest.raises(BadRequest, match=text) as caught:
         prepared(model, body)
     assert caught.value.param == param
@@ -716,7 +718,7 @@ def test_a_result_without_content_is_an_empty_text(model: ServedModel, role: str
         assert list(prepared(model, {"messages": [message]}).tokens) == list(empty.tokens)
 
 
-def test_template_helpers(path: Path) -> None:
+def test_template_helpers_work_in_a_template(path: Path) -> None:
     template = (
         "{% for m in messages %}\n  {% if loop.first %}\n{{ strftime_now('%d %b %Y') }} {{ m | tojson }} "
         "{{ bos_token }}{{ eos_token }}{% endif %}\n{% break %}{% endfor %}"

@@ -127,7 +127,7 @@ def test_request_without_structured_output_has_none() -> None:
         ({"grammar": 'a ::= "x"\nroot ::= a'}, "@nested"),
     ],
 )
-def test_the_one_form(fields: dict[str, Any], text: str) -> None:
+def test_fields_have_one_form(fields: dict[str, Any], text: str) -> None:
     assert source(fields) == text
 
 

@@ -55,7 +55,7 @@ def allowed(mode: str, *tools: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
-def test_the_grammar_of_calls(choice: Any) -> None:
+def test_grammar_of_calls_has_this_text(choice: Any) -> None:
     rules = rules_of({"tools": [WEATHER, CLOCK], "tool_choice": choice})
     assert schemas_of(rules) == ([ANY] if choice is NAMED else [CLOSED, ANY])
     if choice == "auto":
@@ -161,7 +161,7 @@ def test_allowed_tools_are_as_if_they_were_the_only_ones(mode: str) -> None:
     assert (tools_of(fields), grammar_of(fields)) == (tools_of(alone), grammar_of(alone))
 
 
-def test_one_call_at_most() -> None:
+def test_grammar_allows_one_call_at_most() -> None:
     fields = {"tools": [WEATHER], "parallel_tool_calls": False}
     assert rules_of({**fields, "tool_choice": "auto"})["answer"] == "OPENING | opened calls"
     assert "*" not in rules_of({**fields, "tool_choice": "required"})["calls"]
@@ -191,7 +191,7 @@ def test_calls_are_free_and_the_form_binds_the_text(fields: dict[str, Any], text
     assert grammar_of({**tools, "tool_choice": "none", **fields}) == grammar_of(fields)
 
 
-def test_no_tools_no_grammar() -> None:
+def test_request_without_tools_has_no_grammar() -> None:
     for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}, {"tool_choice": "auto"}):
         assert grammar_of(fields) == ""
         assert tools_of(fields) is None

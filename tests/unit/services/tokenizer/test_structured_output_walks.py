@@ -120,7 +120,7 @@ def test_a_format_is_what_another_library_takes(
         assert right(text), text
 
 
-def test_regex_choice_and_grammar(grammars: Grammars, vocabulary: Vocabulary) -> None:
+def test_regex_choice_and_grammar_are_followed(grammars: Grammars, vocabulary: Vocabulary) -> None:
     def spelled(**asked: Any) -> str:
         return walk(grammars, vocabulary, {"structured_outputs": asked}, 5).decode()
 

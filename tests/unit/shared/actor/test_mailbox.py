@@ -39,7 +39,7 @@ async def test_a_new_incarnation_is_announced_before_its_messages(fleet: Fleet) 
     assert runtime.mailbox.epoch_of("scheduler.nobody") == 0
 
 
-async def test_a_beat_of_a_new_incarnation_announces_it_as_well_and_only_once(fleet: Fleet) -> None:
+async def test_a_heartbeat_of_a_new_incarnation_announces_it_as_well_and_only_once(fleet: Fleet) -> None:
     actor = Recorder()
     await fleet.started(actor)
     await fleet.started(Recorder("scheduler"), "s")

@@ -36,7 +36,7 @@ def test_heartbeat_of_a_past_incarnation_is_ignored() -> None:
     assert (peer.epoch, peer.heartbeat.state, peer.last_seen_us) == (6, "ready", 0)
 
 
-def test_three_missed_beats_of_its_own_interval_end_a_peer() -> None:
+def test_three_missed_heartbeats_of_its_own_interval_end_a_peer() -> None:
     peers = Peers()
     peers.update(1, BEAT, 0)
     peers.update(1, replace(BEAT, actor="slow", interval_us=1000), 0)

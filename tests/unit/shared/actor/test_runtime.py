@@ -100,7 +100,7 @@ async def test_finishing_twice_stops_once(fleet: Fleet) -> None:
     assert len(actor.of("stop")) == 1
 
 
-async def test_a_beat_carries_the_facts(fleet: Fleet) -> None:
+async def test_a_heartbeat_carries_the_facts(fleet: Fleet) -> None:
     watcher = Recorder("scheduler")
     seen = await fleet.started(watcher, "s")
     await fleet.started(Recorder())
@@ -286,7 +286,9 @@ async def test_bus_faults_are_logged(fleet: Fleet, caplog: pytest.LogCaptureFixt
     assert "executor.a: overflow: hr.f" in caplog.text
 
 
-async def test_damaged_or_foreign_beats_are_ignored(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_damaged_or_foreign_heartbeats_are_ignored(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     actor = Recorder()
     await fleet.started(actor)
     before = actor.of("peer")
@@ -322,7 +324,7 @@ async def test_upkeep_forgets_actors_that_miss_heartbeats(fleet: Fleet) -> None:
     assert actor.of("peer")[-1] == "scheduler.s ready"
 
 
-async def test_an_announced_death_is_that_of_missed_beats_at_once_and_once(fleet: Fleet) -> None:
+async def test_an_announced_death_equals_one_by_missed_heartbeats_at_once_and_once(fleet: Fleet) -> None:
     actor = Recorder()
     await fleet.started(actor)
     dead = await fleet.started(Recorder("scheduler"), "s")
@@ -405,7 +407,7 @@ async def test_actor_gets_a_report_when_the_broker_is_cut_off_and_back(fleet: Fl
     assert actor.of("broker") == ["False", "True"]
 
 
-async def test_beats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
+async def test_heartbeats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = fleet.runtime(actor)
     runtime.heartbeat_interval_us = 1000

@@ -38,7 +38,7 @@ def source_of(answer: Answer, *, required: bool, parallel: bool = True) -> str |
 
 
 @pytest.mark.parametrize("answer", WRITTEN, ids=NAMES)
-def test_text_with_calls(answer: Answer) -> None:
+def test_grammar_accepts_text_with_calls(answer: Answer) -> None:
     rule = source_of(answer, required=False)
     if answer.form == "xlam":  # a list in a text is no call
         assert rule is None
@@ -51,7 +51,7 @@ def test_text_with_calls(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("answer", WRITTEN, ids=NAMES)
-def test_one_call_at_most(answer: Answer) -> None:
+def test_grammar_accepts_one_call_at_most(answer: Answer) -> None:
     rule = source_of(answer, required=False, parallel=False)
     assert rule is None or not accepts(rule, answer.text)
 
@@ -124,7 +124,7 @@ def arguments_in(name: str, arguments: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_json_after_the_reasoning(thinking: bool) -> None:
+def test_grammar_accepts_json_after_the_reasoning(thinking: bool) -> None:
     schema = {**CLOSED, "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     rules = grammar.json_rules("text", schema)
     rule = grammar.whole(FORMATS["qwen3"], rules, thinking=thinking)

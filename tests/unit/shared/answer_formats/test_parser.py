@@ -16,7 +16,7 @@ NAMES = [f"{i}-{answer.form}" for i, answer in enumerate(ANSWERS)]
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=NAMES)
-def test_the_whole_answer(answer: Answer) -> None:
+def test_parser_reads_the_whole_answer(answer: Answer) -> None:
     found = read(answer.form, answer.text, thinking=answer.opened)
     assert found.reasoning == (THOUGHT if answer.thinks else "")
     assert found.content == (TEXT if answer.has_text else "")
@@ -43,7 +43,7 @@ def test_text_has_no_calls_and_loses_nothing_without_functions(answer: Answer) -
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=NAMES)
-def test_one_call_at_most(answer: Answer) -> None:
+def test_parser_reads_one_call_at_most(answer: Answer) -> None:
     found = read(answer.form, *answer.text, thinking=answer.opened, parallel=False)
     if answer.form == "llama4_pythonic":  # a list of calls in Python is read as a whole
         return

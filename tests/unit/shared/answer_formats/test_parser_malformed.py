@@ -207,7 +207,7 @@ REPORTS = [
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.name)
-def test_a_malformed_answer(report: Report) -> None:
+def test_malformed_answer_has_the_reported_result(report: Report) -> None:
     text = report.text
     assert read(report.form, text, thinking=report.opened) == report.result
     assert read(report.form, *text, thinking=report.opened) == report.result
@@ -225,7 +225,7 @@ def test_arguments_as_a_json_text_are_the_object_in_it() -> None:
     assert read("nemotron", *text).calls == [("f", '{"a": 1}')]
 
 
-def test_keys_in_another_order() -> None:
+def test_keys_are_read_in_any_order() -> None:
     text = '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'
     assert read("hermes", *text).calls == [("f", '{"a": 1}')]
 

@@ -46,7 +46,7 @@ def test_an_empty_name_is_refused() -> None:
         token("")
 
 
-def test_public_subjects() -> None:
+def test_public_subjects_have_these_names() -> None:
     model = "Smol.v1 *>"
     assert subjects.generate("public", model) == "headrace.v1.generate.public.Smol=2Ev1=20=2A=3E"
     assert subjects.generate_any_tenant(model) == "headrace.v1.generate.*.Smol=2Ev1=20=2A=3E"
@@ -60,7 +60,7 @@ def test_public_subjects() -> None:
     assert name_at(subjects.generate("a.b", model), 4) == model
 
 
-def test_internal_subjects() -> None:
+def test_internal_subjects_have_these_names() -> None:
     assert subjects.mailbox("f", "executor", "e0", "StepPlan") == "hr.f.executor.e0.in.StepPlan"
     assert subjects.mailbox_all("f", "executor", "e0") == "hr.f.executor.e0.in.*"
     assert subjects.heartbeat("f", "executor", "e0") == "hr.f.beat.executor.e0"
@@ -82,7 +82,7 @@ def test_an_actor_named_after_a_host_stays_one_token() -> None:
     "subject",
     ["_INBOX.abc.1", "_INBOX.a", "my.app.answers", "hrx.a", "headracer", "r", "a" * 512, "ünï.cödé"],
 )
-def test_a_reply_subject(subject: str) -> None:
+def test_reply_subject_is_an_inbox(subject: str) -> None:
     assert subjects.is_inbox(subject)
 
 

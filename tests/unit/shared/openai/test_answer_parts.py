@@ -58,7 +58,7 @@ def answered(
     return body["choices"][0]
 
 
-def test_a_whole_answer() -> None:
+def test_whole_answer_has_all_parts() -> None:
     called = answered("hermes", TAGS)
     assert called["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]}
     assert called["finish_reason"] == "tool_calls"

@@ -26,7 +26,7 @@ def test_each_place_has_what_is_declared_for_it() -> None:
     assert ExecutorCounter.STEPS.loaded(counters.in_load(COUNTED)) == 7
 
 
-def test_what_is_absent_is_read_as_0() -> None:
+def test_absent_counter_is_read_as_0() -> None:
     assert (KvOffloadCounter.LOADED.of({"keys": {}}), KvOffloadCounter.LOADED.of({})) == (0, 0)
     assert (SchedulerCounter.GENERATED.grown({}), SchedulerCounter.RUNNING.loaded(())) == (0, 0)
 

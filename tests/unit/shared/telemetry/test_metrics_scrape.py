@@ -39,7 +39,7 @@ PAGE = "# HELP n_total n, 1\n# TYPE n_total counter\nn_total 3.0\n"
         ({**ON, "OTEL_SDK_DISABLED": "true"}, None, False),
     ],
 )
-def test_the_standard_variables(
+def test_standard_variables_choose_the_page(
     variables: dict[str, str], address: tuple[str, int] | None, otlp: bool
 ) -> None:
     assert prometheus_address(variables) == address
@@ -130,7 +130,7 @@ def test_the_process_shows_itself_under_the_usual_names() -> None:
         (b"\x00\xff\r\n\r\n", b"405 Method Not Allowed", b"GET it\n"),
     ],
 )
-def test_answers(head: bytes, status: bytes, body: bytes) -> None:
+def test_scrape_answers_by_path_and_method(head: bytes, status: bytes, body: bytes) -> None:
     first, _, rest = answer(head, lambda: COUNTED).partition(b"\r\n")
     headers, _, found = rest.partition(b"\r\n\r\n")
     assert (first, found) == (b"HTTP/1.1 " + status, body)

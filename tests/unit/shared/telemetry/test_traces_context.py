@@ -66,7 +66,7 @@ def _logging_as_before() -> object:
 
 
 @pytest.mark.usefixtures("_logging_as_before")
-def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
     processes.setup("scheduler", level="warning")
     log = logging.getLogger("headrace.test")
     log.info("not shown")
@@ -79,7 +79,7 @@ def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_logging_as_before")
-def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     processes.setup("executor", as_json=True)
     try:
         raise ValueError("bad")

@@ -189,7 +189,7 @@ def test_clocks_that_disagree_make_no_negative_span() -> None:
     assert all(s.end_us >= s.start_us for s in orphan)
 
 
-def test_unions_and_gaps() -> None:
+def test_unions_and_gaps_of_spans_are_right() -> None:
     assert covered_us([(5, 10), (0, 3), (2, 4), (6, 7)]) == 4 + 5
     assert covered_us([]) == 0
     assert gaps([(2, 4), (3, 6), (8, 20)], 0, 10) == [(0, 2), (6, 8)]

@@ -106,7 +106,7 @@ def test_other_names_take_the_place_of_the_old_ones(name: str, request: pytest.F
 
 
 @pytest.mark.parametrize("name", ["smollm", "folder"])
-def test_facts(name: str, request: pytest.FixtureRequest) -> None:
+def test_vocabulary_has_these_facts(name: str, request: pytest.FixtureRequest) -> None:
     vocabulary: Vocabulary = request.getfixturevalue(name)
     assert vocabulary.size == len(TOKENS)
     assert vocabulary.controls == {token: i for i, token in enumerate(CONTROLS)}
@@ -157,7 +157,7 @@ def pre_alphabet() -> list[str]:
         ("qwen2", "x1234 (y)", ["x", "1", "2", "3", "4", "Ġ(", "y", ")"]),
     ],
 )
-def test_words_of_each_family(pre: str, text: str, words: list[str]) -> None:
+def test_words_of_each_family_are_encoded(pre: str, text: str, words: list[str]) -> None:
     assert [word for word, _ in pre_tokenizer(pre).pre_tokenize_str(text)] == words
 
 
@@ -205,7 +205,7 @@ def test_sentencepiece_round_trip_with_byte_fallback(sentencepiece: Vocabulary, 
         assert sentencepiece.decode(sentencepiece.encode(text)) == text
 
 
-def test_sentencepiece_facts(sentencepiece: Vocabulary) -> None:
+def test_sentencepiece_vocabulary_has_these_facts(sentencepiece: Vocabulary) -> None:
     assert sentencepiece.prefix_ids == (1,)
     assert sentencepiece.must_strip_space
     assert sentencepiece.token_bytes[3 + 0xE9] == b"\xe9"
@@ -222,7 +222,7 @@ def test_metadata_equals_the_gguf_library(tmp_path: Path) -> None:
     assert read_metadata(path) == expected
 
 
-def test_all_value_types(tmp_path: Path) -> None:
+def test_values_of_all_types_are_read(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
     values = {"u8": 7, "i8": -7, "u16": 9, "i16": -9, "u32": 1, "i32": -1, "u64": 2**40, "i64": -(2**40)}
     for name, value in values.items():

@@ -178,7 +178,7 @@ def test_a_normaliser_hides_a_token_after_a_letter_as_in_the_library(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_vocabularies_of_encoders(kind: str, tmp_path: Path) -> None:
+def test_vocabularies_of_encoders_are_read(kind: str, tmp_path: Path) -> None:
     vocabulary = load_vocabulary(ModelFiles("m", encoder_folder(kind, tmp_path)))
     library = tokenizer_of(kind)
     begin, end = (library.token_to_id(name) for name in KINDS[kind])

@@ -17,12 +17,12 @@ from services.executor.checkpoint.config import FAMILIES, from_hf
 from services.executor.checkpoint.kv_cache import KvFormat, fingerprint
 from services.executor.checkpoint.stored import Dense, Stored
 from services.executor.checkpoint.weights import (
-    Shard,
+    Partition,
     Stage,
     assemble,
     load_hf,
-    shard,
-    stage_shard,
+    partition,
+    stage_partition,
     whole_model,
 )
 from services.executor.model.description import Part, describe
@@ -97,7 +97,9 @@ def test_the_published_configurations_are_taken() -> None:
 def test_ranks_cut_parts_of_one_tensor(kind: str, tmp_path: Path) -> None:
     folder = save_tiny(kind, tmp_path)
     _, weights = load_hf(folder, torch.float32, CPU)
-    parts = [load_hf(folder, torch.float32, CPU, functools.partial(shard, rank=i, size=2)) for i in (0, 1)]
+    parts = [
+        load_hf(folder, torch.float32, CPU, functools.partial(partition, rank=i, size=2)) for i in (0, 1)
+    ]
     for i, layer in enumerate(weights.layers):
         held = [part.layers[i] for _, part in parts]
         gates, ups = zip(*(each["gate_up"].values.chunk(2) for each in held), strict=True)
@@ -159,9 +161,9 @@ def test_fingerprints_of_older_executors_stay(kind: str) -> None:
     def find(part: Part, layer: int) -> Stored:
         return Dense.of(formula(part.name, layer, sizes[part.name]))
 
-    def print_of(part: Shard) -> str:
+    def print_of(part: Partition) -> str:
         weights = assemble(part, find, torch.float32, CPU)
         return fingerprint("m", part.shapes, weights, 16, KvFormat(torch.float32))
 
-    parts = (whole_model(whole), shard(whole, 1, 2), stage_shard(whole, Stage(1, 2)))
+    parts = (whole_model(whole), partition(whole, 1, 2), stage_partition(whole, Stage(1, 2)))
     assert [print_of(part) for part in parts] == PRINTS[kind]

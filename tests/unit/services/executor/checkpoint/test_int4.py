@@ -16,7 +16,7 @@ from services.executor.checkpoint import int4
 from services.executor.checkpoint.int4 import InInt4, Int4Format, ScaledInt4, dummy_in_int4, part_in_int4
 from services.executor.checkpoint.quantised import scheme_of, stored_in
 from services.executor.checkpoint.stored import Cut, Dense
-from services.executor.checkpoint.weights import Weights, load_hf, shard
+from services.executor.checkpoint.weights import Weights, load_hf, partition
 from services.executor.model.description import WIDTH, Part
 from shared.errors import SetupError
 
@@ -70,7 +70,7 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
     for load_part in load_parts:
         more = {} if load_part is None else {"load_part": load_part}
         ranks = [
-            load_hf(folder, torch.float32, CPU, lambda s, r=rank: shard(s, r, 2), **more)[1]
+            load_hf(folder, torch.float32, CPU, lambda s, r=rank: partition(s, r, 2), **more)[1]
             for rank in range(2)
         ]
         for name in ("out", "down"):
@@ -132,7 +132,7 @@ def test_experts_lie_below_each_other(
         for load_part in (None, part_in_int4):
             more = {} if load_part is None else {"load_part": load_part}
             shapes, weights = load_hf(
-                folder, torch.float32, CPU, lambda s, r=rank: shard(s, r, ranks), **more
+                folder, torch.float32, CPU, lambda s, r=rank: partition(s, r, ranks), **more
             )
             layer = weights.layers[1]
             for name in ("gate_up", "down"):

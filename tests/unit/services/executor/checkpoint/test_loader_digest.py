@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GgmlType
 from safetensors.torch import save_file
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny, tiny_model
@@ -135,7 +135,9 @@ def test_second_rank_with_another_dtype_gets_an_error_that_names_both(
     first: str, second: str, flags: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `auto` the weights of a GGUF file stay in blocks on one rank alone. Nothing is loaded here."""
-    types = dict.fromkeys(("attn_q.weight", "attn_v.weight", "ffn_gate.weight", "ffn_up.weight"), Kind.Q4_0)
+    types = dict.fromkeys(
+        ("attn_q.weight", "attn_v.weight", "ffn_gate.weight", "ffn_up.weight"), GgmlType.Q4_0
+    )
     path = write_gguf("llama", tmp_path / "m.gguf", types=types)
     loaded: list[TorchOptions] = []
     monkeypatch.setattr("services.executor.cpu.engine.build", loaded.append)

@@ -21,7 +21,7 @@ from services.executor.checkpoint.quantised import (
     with_scales,
 )
 from services.executor.checkpoint.stored import Cut, Dense
-from services.executor.checkpoint.weights import Weights, load_hf, shard
+from services.executor.checkpoint.weights import Weights, load_hf, partition
 from services.executor.model.description import WIDTH, Part
 from shared.errors import SetupError
 
@@ -63,7 +63,9 @@ def test_a_checkpoint_is_what_its_numbers_and_scales_are(kind: str, tmp_path: Pa
 def test_ranks_hold_the_scales_of_their_parts(kind: str, tmp_path: Path) -> None:
     folder, _ = save_fp8(kind, "qwen2", tmp_path)
     _, whole = load_hf(folder, torch.float32, CPU)
-    ranks = [load_hf(folder, torch.float32, CPU, lambda s, r=rank: shard(s, r, 2))[1] for rank in range(2)]
+    ranks = [
+        load_hf(folder, torch.float32, CPU, lambda s, r=rank: partition(s, r, 2))[1] for rank in range(2)
+    ]
     for name, dim in (("qkv", 0), ("out", 1), ("gate_up", 0), ("down", 1)):
         own = [rank.layers[1][name].values for rank in ranks]
         joined = torch.cat(own, dim)

@@ -20,7 +20,7 @@ from support.executor.tiny_models import DENSE, KINDS, save_tiny
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.checkpoint.stored import Cut
-from services.executor.checkpoint.weights import Weights, load_dummy, load_hf, shard
+from services.executor.checkpoint.weights import Weights, load_dummy, load_hf, partition
 from services.executor.cpu.engine import TorchBackend
 from services.executor.model.description import ExpertShapes, Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -37,11 +37,11 @@ def test_every_expert_is_on_one_rank(count: int, size: int) -> None:
     whole = mixture(count)
     if size > count:
         with pytest.raises(SetupError, match=f"{size} ranks are too many for {count} experts: use fewer"):
-            shard(whole, 0, size)
+            partition(whole, 0, size)
         return
     held = []
     for rank in range(size):
-        part = shard(whole, rank, size)
+        part = partition(whole, rank, size)
         experts = part.shapes.experts
         assert experts is not None
         some = part.cuts.get("experts_down", Cut(0, 0, count))
@@ -66,9 +66,9 @@ def test_parts_cover_the_model_once_and_heads_stay_whole(
     whole = shapes(kv_heads * group, kv_heads, width, vocab)
     if size > min(whole.heads, width // 16 if width % 16 == 0 else width):
         with pytest.raises(SetupError, match="ranks are too many"):
-            shard(whole, 0, size)
+            partition(whole, 0, size)
         return
-    parts = [shard(whole, rank, size) for rank in range(size)]
+    parts = [partition(whole, rank, size) for rank in range(size)]
     for name, dim, total in (
         ("q", 0, whole.heads * 8),
         ("out", 1, whole.heads * 8),
@@ -93,7 +93,7 @@ def test_three_kv_heads_on_two_ranks_and_on_four() -> None:
     nine = shapes(9, 3, 144)
 
     def held(size: int) -> list[tuple[int, int]]:
-        return [(s.heads, s.kv_heads) for s in (shard(nine, rank, size).shapes for rank in range(size))]
+        return [(s.heads, s.kv_heads) for s in (partition(nine, rank, size).shapes for rank in range(size))]
 
     assert held(1) == [(9, 3)]
     assert held(2) == [(6, 2), (3, 1)]
@@ -109,7 +109,7 @@ def test_ranks_load_the_weights_of_one_rank_in_parts(kind: str, source: str, tmp
     load_from = {"hf": load_hf, "gguf": load_gguf, "dummy": load_dummy}[source]
     path = write_gguf(kind, tmp_path / "m.gguf") if source == "gguf" else folder
     whole, weights = load_from(path, torch.float32, CPU)
-    shards = [functools.partial(shard, rank=rank, size=2) for rank in range(2)]
+    shards = [functools.partial(partition, rank=rank, size=2) for rank in range(2)]
     parts = [load_from(path, torch.float32, CPU, each) for each in shards]
     group, dim = whole.heads // whole.kv_heads, whole.head_dim
     for i, layer in enumerate(weights.layers):
@@ -140,7 +140,7 @@ def test_ranks_load_the_experts_of_one_rank_in_parts(
     folder = save_tiny(kind, tmp_path)
     whole, weights = load_from(folder, torch.float32, CPU)
     parts = [
-        load_from(folder, torch.float32, CPU, functools.partial(shard, rank=rank, size=2))[1]
+        load_from(folder, torch.float32, CPU, functools.partial(partition, rank=rank, size=2))[1]
         for rank in range(2)
     ]
     sparse = [i for i in range(whole.layers) if whole.is_sparse(i)]

@@ -19,7 +19,7 @@ from support.executor.tiny_models import KINDS, save_tiny
 
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.loader import TorchOptions, load
-from services.executor.checkpoint.weights import WHOLE, Stage, layers_of, load_dummy, load_hf, stage_shard
+from services.executor.checkpoint.weights import WHOLE, Stage, layers_of, load_dummy, load_hf, stage_partition
 from services.executor.cpu.engine import TorchBackend
 from services.executor.model.description import ExpertShapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -52,7 +52,7 @@ def test_the_head_counts_as_layers() -> None:
 
 def test_the_only_stage_is_the_model() -> None:
     whole = shapes(8, 4)
-    assert stage_shard(whole, WHOLE).shapes is whole
+    assert stage_partition(whole, WHOLE).shapes is whole
 
 
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3-moe-mixed"])
@@ -64,7 +64,7 @@ def test_stages_load_the_weights_of_one_rank_in_parts(kind: str, source: str, tm
     load_from = {"hf": load_hf, "gguf": load_gguf, "dummy": load_dummy}[source]
     path = write_gguf(kind, tmp_path / "m.gguf") if source == "gguf" else folder
     whole, weights = load_from(path, torch.float32, CPU)
-    stages = [functools.partial(stage_shard, stage=Stage(index, 3)) for index in range(3)]
+    stages = [functools.partial(stage_partition, stage=Stage(index, 3)) for index in range(3)]
     parts = [load_from(path, torch.float32, CPU, each)[1] for each in stages]
     layers = [layer for part in parts for layer in part.layers]
     assert len(layers) == whole.layers

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GgmlType
 from support.executor.tiny_gguf import write_gguf
 
 import kernels.cpu_jit
@@ -261,13 +261,15 @@ def test_one_core_and_one_dtype_leave_nothing_to_choose(
 
 
 @pytest.mark.parametrize("dtype", ["f32", "packed", "packed8", "int8"])
-def test_products_of_this_machine(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_this_machine_are_timed(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if dtype != "f32" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         pytest.skip("kernels of packed weights and int8 need a CPU with AVX2 and F16C")
     monkeypatch.setattr(autotune, "BUDGET_S", 0.02)
     monkeypatch.setattr(autotune, "_BYTES", 1 << 18)
     monkeypatch.setattr(autotune, "usable_cores", lambda: 2.0)
-    monkeypatch.setattr(autotune, "type_of_blocks", lambda path: Kind.Q4_K)
+    monkeypatch.setattr(autotune, "type_of_blocks", lambda path: GgmlType.Q4_K)
     before = torch.get_num_threads()
     found = timing_for(settings(tmp_path), tmp_path / "model.gguf", dtype, ("f32", "bf16"))
     assert torch.get_num_threads() == before

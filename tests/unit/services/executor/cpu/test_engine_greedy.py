@@ -38,7 +38,7 @@ def test_five_prompts_in_one_batch_with_chunks_and_early_ends(backend: TorchBack
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_one_prompt_alone(backend: TorchBackend, index: int) -> None:
+def test_prompt_alone_gives_the_reference_ids(backend: TorchBackend, index: int) -> None:
     backend.reset()
     maker = PlanMaker(backend, seed=index)
     case = greedy_cases()[index]

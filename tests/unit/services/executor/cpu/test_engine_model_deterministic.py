@@ -39,10 +39,10 @@ def tiny_engine(folder: Path, kind: str, dtype: str, threads: int) -> PlanMaker:
         ("qwen3-moe", "bf16"),
     ],
 )
-def test_tiny_models(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_tiny_models_give_the_same_bits_in_any_batch(kind: str, dtype: str, tmp_path: Path) -> None:
     """With one thread, other dtypes and larger batches: tests/contract/test_deterministic.py."""
     assert_rows_do_not_see_each_other(tiny_engine(tmp_path, kind, dtype, 2), BATCHES, 19, 40)
 
 
-def test_the_default_model() -> None:
+def test_default_model_gives_the_same_bits_in_any_batch() -> None:
     assert_rows_do_not_see_each_other(PlanMaker(default_engine(deterministic=True)), (1, 5, 17), 6, 13)

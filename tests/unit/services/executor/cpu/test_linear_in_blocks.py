@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GgmlType
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_gguf import tiny_vocabulary, write_gguf, write_model
 from support.executor.tiny_models import VOCAB
@@ -24,14 +24,14 @@ from services.executor.cpu.linear import Products
 from shared.errors import SetupError
 
 MIXED = {
-    "attn_q.weight": Kind.Q4_0,
-    "attn_k.weight": Kind.Q8_0,
-    "attn_v.weight": Kind.Q5_1,
-    "attn_output.weight": Kind.Q4_1,
-    "ffn_gate.weight": Kind.Q5_0,
-    "ffn_up.weight": Kind.Q4_1,
-    "token_embd.weight": Kind.Q8_0,
-    "output.weight": Kind.Q8_0,
+    "attn_q.weight": GgmlType.Q4_0,
+    "attn_k.weight": GgmlType.Q8_0,
+    "attn_v.weight": GgmlType.Q5_1,
+    "attn_output.weight": GgmlType.Q4_1,
+    "ffn_gate.weight": GgmlType.Q5_0,
+    "ffn_up.weight": GgmlType.Q4_1,
+    "token_embd.weight": GgmlType.Q8_0,
+    "output.weight": GgmlType.Q8_0,
 }  # `ffn_down` has 112 columns, no whole blocks: it stays float32, as in files of llama.cpp
 TOKENS = 40
 CPU = torch.device("cpu")
@@ -123,9 +123,9 @@ def test_bits_depend_neither_on_chunks_nor_on_company(
     config = transformers.LlamaConfig(
         **sizes, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=256
     )
-    types = dict.fromkeys(("_q.weight", "_v.weight", "_gate.weight"), Kind.Q4_1)
-    types |= dict.fromkeys(("_k.weight", "_output.weight", "_up.weight", "_down.weight"), Kind.Q4_0)
-    types |= dict.fromkeys(("embd.weight", "output.weight"), Kind.Q8_0)
+    types = dict.fromkeys(("_q.weight", "_v.weight", "_gate.weight"), GgmlType.Q4_1)
+    types |= dict.fromkeys(("_k.weight", "_output.weight", "_up.weight", "_down.weight"), GgmlType.Q4_0)
+    types |= dict.fromkeys(("embd.weight", "output.weight"), GgmlType.Q8_0)
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(config).float().eval()
     path = write_model(model, tmp_path / "all.gguf", tiny_vocabulary, types=types)
@@ -147,7 +147,7 @@ def test_matrices_stay_as_they_are_in_the_file(tmp_path: Path) -> None:
     _, plain = load_gguf(file_of(tmp_path), torch.bfloat16, CPU)
     for layer, wanted in zip(weights.layers, plain.layers, strict=True):
         assert isinstance(layer["qkv"], InBlocks)
-        assert [kind for _, kind in layer["qkv"].matrices] == [Kind.Q4_0, Kind.Q8_0, Kind.Q5_1]
+        assert [kind for _, kind in layer["qkv"].matrices] == [GgmlType.Q4_0, GgmlType.Q8_0, GgmlType.Q5_1]
         assert isinstance(layer["down"], Dense)
         assert all(layer[name].values.equal(stored.values) for name, stored in wanted.items())
     ids = torch.tensor([3, 130, 3])

@@ -10,7 +10,7 @@ import torch
 from support.executor.empty_plans import plan
 from support.executor.partitions import shapes
 
-from services.executor.checkpoint.weights import shard
+from services.executor.checkpoint.weights import partition
 from services.executor.cuda.engine import _check_alike, _check_same
 from services.executor.engine import Pending
 from services.executor.parallel.ranks import Solo
@@ -23,7 +23,7 @@ class Recording(Solo):
 
     def __init__(self, heads: int, kv_heads: int, size: int) -> None:
         self.size = size
-        self.parts = [shard(shapes(heads, kv_heads, 256), rank, size).shapes for rank in range(size)]
+        self.parts = [partition(shapes(heads, kv_heads, 256), rank, size).shapes for rank in range(size)]
 
     def exchange(self, mine: Any) -> list[Any]:
         found = [(part.heads, part.kv_heads) for part in self.parts]

@@ -225,7 +225,7 @@ def test_large_heads_are_attended_in_smaller_tiles() -> None:
     assert row_by_row(large).many.decode == WIDE.few.decode
 
 
-def test_halves_sample_what_the_whole_step_samples(slots: CudaSlots) -> None:
+def test_micro_batches_sample_the_tokens_of_the_whole_step(slots: CudaSlots) -> None:
     made = maker()
     for slot in range(4):
         slots.open(opened(slot, list(range(100 * slot, 100 * slot + 60))))

@@ -186,7 +186,7 @@ def test_unsupported_shape_of_the_4_bit_library_is_an_error(monkeypatch: pytest.
     "kind",
     ["llama-9-3-tied", "llama-bias", "qwen2", "qwen3", "phi3", "phi3-longrope", "mixtral", "qwen3-moe-mixed"],
 )
-def test_the_order_of_operations(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_run_in_this_order(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = TorchOptions(
         model_path=save_tiny(kind, tmp_path), model_name="m", dtype="f32", device="cpu", blocks=4, slots=1
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GgmlType
 from support.executor.gguf_raw import SCALES, random_blocks
 from support.executor.int4_folders import WIDE, save_wide, wide_model
 from support.executor.plan_maker import PlanMaker, Row
@@ -28,16 +28,16 @@ if not torch.cuda.is_available() or importlib.util.find_spec("humming") is None:
     pytest.skip("humming-kernels multiplies in 4 bits on a GPU only", allow_module_level=True)
 
 
-FILES: dict[str, dict[str, Kind]] = {  # the type of a tensor by the end of its name
-    **{kind.name: {"weight": kind} for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)},
-    "mixed": {"attn_v.weight": Kind.Q8_0, "ffn_down.weight": Kind.Q5_1, "ffn_up.weight": Kind.Q4_1,
-              "weight": Kind.Q4_0},
+FILES: dict[str, dict[str, GgmlType]] = {  # the type of a tensor by the end of its name
+    **{name: {"weight": GgmlType[name]} for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")},
+    "mixed": {"attn_v.weight": GgmlType.Q8_0, "ffn_down.weight": GgmlType.Q5_1,
+              "ffn_up.weight": GgmlType.Q4_1, "weight": GgmlType.Q4_0},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_a_gguf_file_is_computed_in_its_bits(kind: str, tmp_path: Path) -> None:
-    plain = dict.fromkeys(("norm.weight", "token_embd.weight", "output.weight"), Kind.F32)
+    plain = dict.fromkeys(("norm.weight", "token_embd.weight", "output.weight"), GgmlType.F32)
     path = write_model(wide_model(), tmp_path / "a.gguf", tiny_vocabulary, types={**plain, **FILES[kind]})
     computed_as_on_a_cpu(kind, path)
 
@@ -130,7 +130,7 @@ def test_experts_multiply_their_own_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*SCALES, None], ids=lambda kind: kind.name if kind else "MXFP4")
-def test_a_product_with_other_numbers_is_that_of_the_dequantised_matrix(kind: Kind | None) -> None:
+def test_a_product_with_other_numbers_is_that_of_the_dequantised_matrix(kind: GgmlType | None) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     if kind is None:
         numbers = torch.randint(-(2**31), 2**31, (384, 64), device="cuda", generator=generator)

@@ -23,7 +23,7 @@ LENGTH = len(PROMPT)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Watched, Path]]:
-    """A group and the folder of its model: 12 experts and 5, on two ranks; on four: test_driver_halves.py."""
+    """A group and the folder of its model: 12 experts and 5, on two ranks."""
     kind, size = request.param
     folder = save_tiny(kind, tmp_path_factory.mktemp(kind))
     watched = Watched(options(folder, processors={"shift": Shift}), size)

@@ -261,7 +261,7 @@ def test_range_outside_the_arena_is_not_copied(bench: Bench) -> None:
     assert bench.copier.pieces() == [("store", [1])]
 
 
-def test_an_error_of_the_device_is_the_answer_and_the_lane_goes_on(bench: Bench) -> None:
+def test_an_error_of_the_device_is_the_answer_and_the_copy_thread_goes_on(bench: Bench) -> None:
     bench.copier.fail["store"] = RuntimeError("the bus is down")
     bench.copy(1, 1)
     bench.copy(2, 2)

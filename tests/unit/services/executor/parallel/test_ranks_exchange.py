@@ -8,14 +8,14 @@ from support.executor.host_memory import GroupCollectives, HostMemory
 from support.executor.rank_side import on_ranks
 from torch import Tensor
 
-from services.executor.parallel.ranks import PeerCopies, Ranks
+from services.executor.parallel.ranks import MappedCopies, Ranks
 
 ROUNDS = 6
 
 
 def _on_rank(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """What copies and the process group made of the same, in every way, one after the other."""
-    copies, group = PeerCopies(HostMemory(1 << 12)), GroupCollectives()
+    copies, group = MappedCopies(HostMemory(1 << 12)), GroupCollectives()
     found = []
     for turn in range(ROUNDS):
         generator = torch.Generator().manual_seed(100 * turn + ranks.rank)
@@ -40,7 +40,7 @@ def test_exchange_by_copies_equals_that_by_the_group(size: int) -> None:
 
 
 def _misuse(ranks: Ranks) -> str:
-    copies = PeerCopies(HostMemory(64))
+    copies = MappedCopies(HostMemory(64))
     with pytest.raises(ValueError) as raised:
         copies.all_reduce(torch.ones(1))
     with pytest.raises(RuntimeError):

@@ -33,7 +33,7 @@ def test_prompts_of_one_length_are_not_cut() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.integers(0, 9)), min_size=1, max_size=9), st.integers(1, 64)
 )
-def test_every_token_is_in_one_half(sizes: list[tuple[int, int]], cut: int) -> None:
+def test_every_token_is_in_one_micro_batch(sizes: list[tuple[int, int]], cut: int) -> None:
     counts, starts = (list(column) for column in zip(*sizes, strict=True))
     chunks = laid_out(counts, starts)
     parts = split_chunks(chunks, cut)

@@ -65,7 +65,7 @@ def measured(engine: Engine, ranks: Solo | None = None) -> int:
     return two_stream_tokens(backend, ranks or Solo(), engine.prepared.append, engine.now_ns)
 
 
-def test_the_crossover_is_where_halves_took_less_by_two_per_cent() -> None:
+def test_split_threshold_is_where_micro_batches_took_less_by_two_per_cent() -> None:
     engine = Engine()
     assert measured(engine) == 4_096  # 2,048: 2,016 of 2,048 us, 1.6 % less
     assert engine.prepared == [8_192, 4_096, 2_048]  # and no further

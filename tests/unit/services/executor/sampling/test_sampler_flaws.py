@@ -71,7 +71,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_keep_theirs(
 
 
 @pytest.mark.parametrize("draw", DRAWS, ids=str)
-def test_wishes_that_leave_no_finite_logits_are_that_requests_fault(draw: dict[str, float]) -> None:
+def test_options_that_leave_no_finite_logits_are_that_requests_fault(draw: dict[str, float]) -> None:
     plain = {"temperature": 1.0, "top_p": 0.9}
     wishes = [plain, {**draw, "repetition_penalty": 1e-40}, {**plain, "frequency_penalty": 0.5}]
     chooser, logits = sampler(*wishes), table(3)

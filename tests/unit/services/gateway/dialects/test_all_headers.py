@@ -43,7 +43,7 @@ def test_the_preference_for_an_answer_later(prefer: str, wanted: bool) -> None:
     assert not is_async(request())
 
 
-def test_the_place_of_a_reader() -> None:
+def test_place_of_a_reader_comes_from_the_query_or_a_header() -> None:
     assert _place(request()) == START
     assert _place(request("starting_after=7")) == Place(1, 7)
     assert _place(request(f"starting_after={(4 << 32) + 9}")) == Place(5, 9)

@@ -101,7 +101,7 @@ def test_the_choice_of_a_tool(choice: dict[str, Any], chosen: object) -> None:
     assert read({**ASKED, "tools": [TOOL], "tool_choice": choice})["tool_choice"] == chosen
 
 
-def test_a_conversation_with_calls() -> None:
+def test_conversation_with_calls_is_translated() -> None:
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}
     failed = {"type": "tool_result", "tool_use_id": "c2", "content": "none", "is_error": True}
     used = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
@@ -270,7 +270,7 @@ def asked(**more: Any) -> Call:
     return read_call(read({**ASKED, **more}), chat=True, request_id="r")
 
 
-def test_a_plain_answer() -> None:
+def test_plain_answer_has_anthropics_form() -> None:
     assert message(asked(), [native("Hello")], ()) == {
         "id": "r",
         "type": "message",
@@ -322,7 +322,7 @@ def events(call: Call, *frames: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_stream() -> None:
+def test_stream_has_anthropics_events() -> None:
     got = events(asked(stream=True), ACCEPTED, delta("Hel"), delta("lo"), done(stop_reason="END"))
     assert [each["type"] for each in got] == [
         "message_start",
@@ -388,7 +388,7 @@ def test_blocks_of_a_stream_follow_each_other() -> None:
         (Unavailable("w"), "overloaded_error"),
     ],
 )
-def test_errors(error: HeadraceError, kind: str) -> None:
+def test_errors_have_anthropics_form(error: HeadraceError, kind: str) -> None:
     body = anthropic.error_body(error, "r")
     assert body == {"type": "error", "error": {"type": kind, "message": "w"}, "request_id": "r"}
     assert MessageEvents(asked(stream=True)).end(body).startswith(b"event: error\ndata: ")

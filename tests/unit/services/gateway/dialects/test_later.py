@@ -144,7 +144,7 @@ def test_log_probabilities_wait_for_their_text() -> None:
     assert chunks[1][1]["choices"][0]["logprobs"] == {"content": [{"token": "a"}, {"token": "b"}]}
 
 
-def test_the_place_of_an_id() -> None:
+def test_last_id_has_the_place_of_each_choice() -> None:
     assert read_last_id("") == LastId()
     assert read_last_id("2.10,-1") == LastId(2, (10, -1))
     assert [LastId(2, (10,)).of(choice) for choice in (0, 1)] == [10, -1]

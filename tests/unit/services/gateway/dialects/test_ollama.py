@@ -45,7 +45,7 @@ HEAD = {"model": "m", "created_at": "1970-01-01T00:00:09Z"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def test_a_chat() -> None:
+def test_chat_is_translated() -> None:
     options = {
         "num_predict": 5,
         "temperature": 0,
@@ -117,7 +117,7 @@ def test_a_request_without_a_prompt_loads_the_model(keep_alive: object, reason: 
         ),
     ],
 )
-def test_formats(asked: object, form: object) -> None:
+def test_formats_are_translated(asked: object, form: object) -> None:
     assert read({**CHAT, "format": asked}, OllamaChatRequest).get("response_format") == form
 
 
@@ -155,7 +155,7 @@ def test_wrong_field_is_named(more: dict[str, Any], why: str) -> None:
         read({"prompt": "x", "suffix": "y"}, OllamaGenerateRequest)
 
 
-def test_a_call_for_vectors() -> None:
+def test_call_for_vectors_is_translated() -> None:
     body = {"model": "m:latest", "input": ["a"], "truncate": False, "keep_alive": "5m"}
     assert read_embed(body) == {"model": "m", "input": ["a"], "truncate": False}
 
@@ -211,7 +211,7 @@ def test_values_of_options_mean_what_they_do_in_ollama(
     assert ollama.CHAT.ignored(given) == named
 
 
-def test_the_model_to_show() -> None:
+def test_model_to_show_is_named() -> None:
     assert [read_show({name: "m:latest"}) for name in ("model", "name")] == [{"model": "m"}] * 2
 
 
@@ -259,7 +259,7 @@ def test_a_call_is_whole_in_its_line() -> None:
     ]
 
 
-def test_a_plain_answer() -> None:
+def test_plain_answer_has_ollamas_form() -> None:
     call = read_call(read({**CHAT, "stream": False}, OllamaChatRequest), chat=True, request_id="r")
     answered = {"role": "assistant", "content": "Hello"}
     choice = {"index": 0, "message": answered, "logprobs": None, "finish_reason": "stop"}
@@ -267,7 +267,7 @@ def test_a_plain_answer() -> None:
     assert ollama.whole_answer(call, [native], (), chat=True) == {**HEAD, "message": answered, **ENDING}
 
 
-def test_errors() -> None:
+def test_errors_have_ollamas_form() -> None:
     body = ollama.error_body(BadRequest("wrong"))
     call = read_call(read(CHAT, OllamaChatRequest), chat=True, request_id="r")
     assert (body, Lines(call, chat=True).end(body)) == ({"error": "wrong"}, b'{"error":"wrong"}\n')

@@ -117,7 +117,7 @@ def test_a_look_follows_when_other_programs_fill_the_disk_and_no_value_is_writte
         looks += 1
         looked.set()
 
-    monkeypatch.setattr(folders, "LOOK_S", 0.01)
+    monkeypatch.setattr(folders, "DISK_POLL_S", 0.01)
     folder = opened()
     put(folder, *range(1, 21))
     monkeypatch.setattr(Folder, "_look", noted)

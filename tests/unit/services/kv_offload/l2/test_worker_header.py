@@ -25,7 +25,7 @@ def test_header_equals_the_specification() -> None:
     assert len(worker.build(NAME, 16, PAYLOAD)) == worker.HEADER_BYTES == 128
 
 
-def test_golden_vectors() -> None:
+def test_header_equals_the_golden_vectors() -> None:
     assert worker.build(NAME, 16, PAYLOAD).hex() == GOLDEN
     assert worker.remote_name(NAME) == f"hr1:{PRINT}:{bytes(range(32)).hex()}"
 

@@ -278,7 +278,7 @@ def test_block_that_the_peer_has_evicted_is_not_found(pair: Pair) -> None:
     [PeerLost(B), Restarted(B), PeersChanged(b"of a", {}), PeersChanged(b"of a", {B: GENERATION + 1})],
     ids=["dead", "restarted", "unreadable", "another generation"],
 )
-def test_a_peer_goes(pair: Pair, event: object, asked: bool) -> None:
+def test_lookups_and_prefetches_end_at_once_when_a_peer_goes(pair: Pair, event: object, asked: bool) -> None:
     pair.look_up(1, 2, 3)
     pair.a.prefetch(5, 1, 2)
     if not asked:

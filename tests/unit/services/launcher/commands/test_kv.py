@@ -173,7 +173,7 @@ def test_status_and_metrics_agree() -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e13, "25 TB"), (5e15, "5e+03 TB")]
 )
-def test_sizes(count: float, text: str) -> None:
+def test_sizes_are_printed_with_units(count: float, text: str) -> None:
     assert size(count) == text
 
 

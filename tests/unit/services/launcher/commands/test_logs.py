@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.commands import logs as module
-from services.launcher.commands.logs import LogFiles, Tail, logs
+from services.launcher import own_folder
+from services.launcher.commands.logs import Tail, logs
+from services.launcher.own_folder import LogFiles
 from services.launcher.session import RunState
 from shared.errors import BadRequest, SetupError
 
@@ -21,7 +22,7 @@ def note(folder: Path) -> RunState:
 def test_a_service_has_its_last_lines_in_at_most_two_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FILE_BYTES", 200)
+    monkeypatch.setattr(own_folder, "FILE_BYTES", 200)
     files = LogFiles(str(tmp_path), ["a", "b"])
     for i in range(500):
         files("a", f"line {i} é")
@@ -38,7 +39,7 @@ def test_a_service_has_its_last_lines_in_at_most_two_files(
 def test_new_lines_are_read_once_and_over_a_change_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FILE_BYTES", 200)
+    monkeypatch.setattr(own_folder, "FILE_BYTES", 200)
     files = LogFiles(str(tmp_path), ["a"])
     files("a", "before")
     tail, seen = Tail(tmp_path / "a.log"), list[str]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import AsyncMock
 
 import pytest
@@ -11,10 +12,10 @@ from support.actor_fleet import Fleet, watched_fleet
 
 from services.launcher.cli import main
 from services.launcher.commands import model
-from services.launcher.commands.record import ask_scheduler
-from services.launcher.session import Target
+from services.launcher.session import Target, ask_scheduler
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
+from shared import bodies
 from shared.nats import subjects
 
 
@@ -26,8 +27,9 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 async def test_a_scheduler_answers_with_the_states(fleet: Fleet) -> None:
     await fleet.started(SchedulerActor(Limits(), "m"), "s1")
-    assert await ask_scheduler(fleet.outside, subjects.sleep("s1"), "sleep") == {"executors": {}}
-    assert await ask_scheduler(fleet.outside, subjects.sleep("gone"), "sleep") == {}
+    ask = partial(ask_scheduler, fleet.outside, bodies.SleepStates)
+    assert await ask(subjects.sleep("s1"), "sleep") == {"executors": {}}
+    assert await ask(subjects.sleep("gone"), "sleep") is None
     assert await model._ask_hosts(fleet.outside, "m", "load") == []
 
 
@@ -50,7 +52,7 @@ async def test_action_of_each_host_is_printed_with_the_model_and_the_host(
 
 
 @pytest.mark.parametrize("action", ["load", "unload", "sleep", "wake"])
-def test_the_command_line(
+def test_command_line_names_the_model(
     action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[object, ...]] = []

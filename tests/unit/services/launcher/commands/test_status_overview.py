@@ -159,7 +159,7 @@ def test_every_fact_of_a_service_and_what_its_scheduler_counts() -> None:
     ]
 
 
-def test_lists_and_empty_facts() -> None:
+def test_lists_and_empty_facts_are_printed() -> None:
     found = fleet(
         answer("scheduler", detokenizers=["a", "b"], measured={"rejected": {}}, late=None, two=[[1]])
     )
@@ -302,7 +302,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("changed", "words"), PROBLEMS, ids=[words[:60] for _, words in PROBLEMS])
-def test_a_problem_in_words(changed: dict[str, Any], words: str) -> None:
+def test_problem_is_printed_in_words(changed: dict[str, Any], words: str) -> None:
     assert problems(changed) == [words]
 
 
@@ -363,7 +363,7 @@ def test_a_service_that_a_scheduler_counts_on_is_not_missed_too() -> None:
     assert words.startswith("executor.exec0001 has not answered within 0.5 s")
 
 
-def test_requests_without_an_executor() -> None:
+def test_requests_without_an_executor_are_a_problem() -> None:
     queue = answer("scheduler", recent={"waiting": 10}, executors={})
     words = problems(queue, without="executor")
     assert [w.partition(": ")[2].partition(". ")[0] for w in words] == [
@@ -388,5 +388,5 @@ def test_a_queue_that_grew_and_is_empty_again_is_none() -> None:
     ("seconds", "text"),
     [(0, "0s"), (59, "59s"), (60, "1m"), (3599, "59m"), (7200, "2h"), (90_000, "1d"), (1e7, "115d")],
 )
-def test_ages(seconds: float, text: str) -> None:
+def test_ages_are_printed_with_units(seconds: float, text: str) -> None:
     assert status.age(seconds) == text

@@ -51,7 +51,7 @@ BODY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_waterfall() -> None:
+def test_waterfall_is_drawn() -> None:
     # 75 columns less the widest label (17) and 40 for figures are under the least bar, 20: 1 ms a column
     assert draw_trace(BODY, 75) == [
         "r  chat m  tenant t  ended: stop",
@@ -73,7 +73,7 @@ def test_failed_request_shows_the_reason() -> None:
     assert draw_trace(body, 80)[3] == "  too late"
 
 
-def test_the_timeline_has_a_lane_for_each_step_in_flight() -> None:
+def test_the_timeline_has_a_row_for_each_step_in_flight() -> None:
     events = timeline(BODY)["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [names[2, tid] for tid in (0, 1, 99)] == ["in flight 0", "in flight 1", "waiting for a plan"]
@@ -101,7 +101,7 @@ def test_the_timeline_has_a_lane_for_each_step_in_flight() -> None:
     json.dumps(events)
 
 
-def test_the_timeline_has_the_halves_of_a_step() -> None:
+def test_the_timeline_has_the_micro_batches_of_a_step() -> None:
     steps = {**BODY["steps"]["e"], "segments": [[0, 0, 500, 2, 500, 400, 1, 500, 600], []]}
     events = timeline({**BODY, "steps": {"e": steps}})["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}

@@ -32,7 +32,7 @@ def body(*steps: dict[str, Any], start_us: int = 0, end_us: int = 60 * MS) -> di
     return {"request_id": "r", "spans": spans, "steps": {"e1": columns}, "window": 2}
 
 
-def test_two_halves_are_drawn_as_they_ran() -> None:
+def test_two_micro_batches_are_drawn_as_they_ran() -> None:
     """One column a millisecond, from the first plan at 0 to the last result at 40: B forwards under A's
     processors and the other way round."""
     found = overlap(body(step(4, 3), step(5, 12), step(6, 21)))
@@ -104,7 +104,7 @@ def test_overlap_draws_nothing_without_steps() -> None:
         overlap(body())
 
 
-def test_halves_of_a_step_communicate_under_each_other() -> None:
+def test_micro_batches_of_a_step_communicate_under_each_other() -> None:
     """One column 100 us: A computes 1 ms, then B, then A again from when its collective has ended; the last
     one is under nothing."""
     pieces = (0, 0, 1_000, 2, 1_000, 800, 1, 1_000, 1_000, 0, 2_000, 1_000, 3, 2_000, 700, 2, 3_000, 1_000)
@@ -127,7 +127,7 @@ def test_halves_of_a_step_communicate_under_each_other() -> None:
     ]
 
 
-def test_whole_steps_have_no_halves_to_draw() -> None:
+def test_whole_steps_have_no_micro_batches_to_draw() -> None:
     found = overlap(body(step(4, 3)))
     assert found["two_streams"] is None
     assert not any("micro-batches" in line for line in draw_overlap(found, 51))

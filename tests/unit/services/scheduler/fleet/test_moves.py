@@ -181,7 +181,7 @@ def test_load_in_parts_is_no_backlog_of_prompts(monkeypatch: pytest.MonkeyPatch)
     backlogs = list[int]()
     for _ in range(40):
         steps(world, 1)
-        if sequence.executor == "e2" and sequence.load_job:
+        if sequence.executor == "e2" and sequence.copies.load_job:
             backlogs.append(world.scheduler.state.executors["e2"].row_sums().backlog_tokens)
     assert world.scheduler.state.counters.loads >= 100 // 4 // 4
     assert max(backlogs) <= LEFT_TOKENS + 4

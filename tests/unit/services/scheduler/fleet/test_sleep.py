@@ -181,7 +181,7 @@ def test_kind_of_a_sleeping_model_keeps_its_place() -> None:
     world.assert_answers("a")
 
 
-def test_status_and_texts() -> None:
+def test_status_shows_the_state_of_sleep() -> None:
     world = asleep()
     assert status.status(world.scheduler.state)["states"] == {"e1": "asleep"}
     assert sleep.parse("sleep") == SleepSet(True)

@@ -104,7 +104,7 @@ def test_more_executors_are_not_wanted_where_one_row_is_too_slow() -> None:
     assert terms(made)["rows"] == 1
 
 
-def test_waiting_prompts_by_half_the_ttft_limit_of_their_class() -> None:
+def test_scale_divides_waiting_prompts_by_half_the_ttft_limit_of_their_class() -> None:
     """256 prompt tokens take 256 ms beside no decode: 1,000 a second, so 30,000 in half of 60 s."""
     made = world(model=TOKEN_MS, slots=1, blocks=20_000, max_context=40_000)
     ask(made, 1, prompt=1_000, max_tokens=2)

@@ -62,7 +62,7 @@ def test_links_are_few_and_the_ring_is_bounded() -> None:
     assert steps.between({"other"}, 0, 10**9) == []
 
 
-def test_a_step_span() -> None:
+def test_step_span_has_these_attributes() -> None:
     steps = StepLog()
     steps.add(record(7, 10), 9, [], iter([Asked(1)]))
     (span,) = step_spans(steps.unsent[0])
@@ -76,7 +76,7 @@ def test_a_step_span() -> None:
     assert step_trace(steps.unsent[0]) == step_trace(steps.unsent[0])
 
 
-def test_the_halves_of_a_step_are_spans_below_it() -> None:
+def test_the_micro_batches_of_a_step_are_spans_below_it() -> None:
     steps, pieces = StepLog(), (0, 0, 10, 2, 10, 12, 1, 10, 11)
     steps.add(dataclasses.replace(record(7, 10), segments=pieces), 9, [], iter([Asked(1)]))
     whole, *halves = step_spans(steps.unsent[0])

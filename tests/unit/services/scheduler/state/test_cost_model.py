@@ -103,7 +103,7 @@ def test_one_step_is_known_at_once() -> None:
     assert costs.predict_us(shape) == pytest.approx(5_000, abs=1)
 
 
-def test_loop_and_host() -> None:
+def test_loop_and_host_times_are_learned() -> None:
     costs = CostModel()
     costs.observe_loop(800)
     assert costs.loop_us == 800
@@ -116,7 +116,7 @@ def test_loop_and_host() -> None:
     assert costs.host_us(10) == 350
 
 
-def test_same_steps_same_numbers() -> None:
+def test_same_steps_give_the_same_numbers() -> None:
     one, other = CostModel(), CostModel()
     for costs in (one, other):
         teach(costs, PRESETS["h200-8b"], shapes(3, 150, "h200-8b"), random.Random(3))

@@ -103,7 +103,7 @@ def test_batching_policy_gives_the_share_of_a_step(
     assert fill(view) == share  # type: ignore[operator]  # one of the functions above
 
 
-def test_promises() -> None:
+def test_reservation_policies_reserve_these_blocks() -> None:
     sizes = [(3, 20, 4), (4, 20, 4), (20, 20, 4)]
     assert [policies.on_demand(*size) for size in sizes] == [1, 2, 5]
     assert [policies.reserve(*size) for size in sizes] == [5, 5, 5]
@@ -130,7 +130,7 @@ def test_tier_policy_decides_about_a_block(
     assert policies.tiered(view) == what
 
 
-def test_places() -> None:
+def test_routing_policies_choose_their_executors() -> None:
     load = baselines.LOAD_TOKENS
     options = [
         RoutingOption("e1", 0, 9, 1),

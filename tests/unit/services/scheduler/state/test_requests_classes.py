@@ -35,5 +35,5 @@ def test_wrong_class_setting_is_an_error_that_names_the_flaw(text: str, why: str
         parse(text)
 
 
-def test_levels() -> None:
+def test_levels_order_the_classes() -> None:
     assert [level_of(name) for name in (*CLASS_NAMES, "unheard of")] == [0, 1, 2, 1]

@@ -38,7 +38,7 @@ def native(text: str, reason: str = "stop", **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_plain_answer() -> None:
+def test_plain_answer_has_the_responses_form() -> None:
     body = whole(asked(metadata={"a": "b"}), [native("Hello")])
     Response.model_validate(body, strict=True)
     text = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}

@@ -4,7 +4,7 @@ Requests of many tenants and classes, plain and streamed, good and bad; cancels 
 was; an executor, a detokenizer and a kv_offload that die again and again and come back under new names.
 Scheduler, tokenizer, one detokenizer and one kv_offload live for all of it, and are looked into.
 
-    HEADRACE_WEEK=1 pytest tests/pipeline/test_week.py      the whole week; without it half an hour
+    HEADRACE_WEEK=1 pytest tests/pipeline/test_bounded_collections.py  the whole week; without it half an hour
 """
 
 from __future__ import annotations

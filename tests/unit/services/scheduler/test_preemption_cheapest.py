@@ -45,7 +45,7 @@ def test_cheapest_pause_is_chosen_over_the_latest(victim: str, stays: str) -> No
         world.assert_answers(name)
 
 
-def test_the_price_by_hand() -> None:
+def test_price_equals_one_by_hand() -> None:
     """Without a tier: the time to compute the tokens again, by the blocks that no other sequence holds."""
     _, executor = two_jobs("cheapest")
     short, long = executor.running
@@ -67,5 +67,5 @@ def test_blocks_that_a_tier_holds_need_no_copy_down() -> None:
 def test_lower_class_is_paused_first_at_any_cost() -> None:
     _, executor = two_jobs("cheapest")
     short, long = executor.running
-    short.level, short.preempt_price, long.preempt_price = 0, 1, 1_000
+    short.level, short.turn.price, long.turn.price = 0, 1, 1_000
     assert policies.cheapest([short, long]) == [long, short]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher import host_agent
-from services.launcher.host_agent import checked_fleet, is_fleet_answering
+from services.launcher import joining
+from services.launcher.joining import checked_fleet, is_fleet_answering
 from shared.actor.membership import MIXED, Peers
 from shared.config import Settings
 from shared.errors import SetupError
@@ -82,7 +82,7 @@ def test_blocks_must_have_the_size_of_the_fleet() -> None:
 
 
 def test_two_machines_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_agent, "SHM", tmp_path)
+    monkeypatch.setattr(joining, "SHM", tmp_path)
     peers, hub = fleet(SCHEDULER, TIER), Settings(host_id="hub")
     assert "another machine of the fleet is called 'hub', too" in refusal(peers, hub)
     (tmp_path / TIER.arena).touch()

@@ -17,8 +17,8 @@ from services.executor.cuda import model as logits
 from services.executor.cuda.kernel_configs import Layouts
 from services.executor.cuda.model import _ResidualAdd, gated
 from services.executor.parallel import coroutines
-from services.executor.parallel.peer_memory import LIMIT_BYTES, SymmetricBuffers
 from services.executor.parallel.ranks import SOLO, DistributedRanks, if_mapped, rendezvous
+from services.executor.parallel.symmetric_memory import LIMIT_BYTES, SymmetricBuffers
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 3, 32
@@ -80,7 +80,7 @@ def test_gpus_that_cannot_map_memory_do_without(
         raise RuntimeError("no peer access")
 
     monkeypatch.setattr(symmetric, "empty", no_memory)
-    monkeypatch.setattr(logits, "PeerMemory", no_memory)
+    monkeypatch.setattr(logits, "SymmetricMemory", no_memory)
     assert if_mapped(alone, lambda: SymmetricBuffers(0, 1, CPU), "sums and norms") is None
     assert if_mapped(alone, lambda: logits.SharedLogits(alone, torch.zeros(1), ROWS, 5), "logits") is None
     assert [message.split(": ")[1:] for message in caplog.messages] == [
@@ -98,7 +98,7 @@ def test_the_logits_of_one_rank_lose_their_padding(
         return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     peers = SimpleNamespace(of=of, barrier=lambda: met.append(True))
-    monkeypatch.setattr(logits, "PeerMemory", lambda *_: peers)
+    monkeypatch.setattr(logits, "SymmetricMemory", lambda *_: peers)
     shared = logits.SharedLogits(alone, torch.zeros(1), ROWS, 5)
     own = _normal(2, 16)
     assert torch.equal(shared.gather(own), own[:, :5])

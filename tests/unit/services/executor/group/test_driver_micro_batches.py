@@ -71,7 +71,7 @@ def on_a_rank(ranks: Ranks, folder: Path, deterministic: bool) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(("size", "deterministic"), [(2, False), (4, True)])
-def test_halves_give_the_logits_of_whole_steps(size: int, deterministic: bool, tmp_path: Path) -> None:
+def test_micro_batches_give_the_logits_of_whole_steps(size: int, deterministic: bool, tmp_path: Path) -> None:
     for kind in KINDS:
         save_tiny(kind, tmp_path / kind)
     alone = all_logits(SOLO, tmp_path, two_stream=True, deterministic=deterministic)
@@ -120,7 +120,7 @@ def answers(backend: object, *, two_stream: bool) -> list[StepOutput]:
     return found
 
 
-def test_a_group_chooses_the_same_in_halves(watched: Watched, folder: Path) -> None:
+def test_a_group_chooses_the_same_in_micro_batches(watched: Watched, folder: Path) -> None:
     assert watched.group.info.two_stream_tokens == NEVER  # of itself a CPU does it never
     alone = build(options(folder, processors={"shift": Shift}))
     assert alone.info.two_stream_tokens == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from support.scheduler import invariants
 from support.scheduler.world import World
 
-from services.scheduler.state import invariants
 from services.scheduler.state.requests import Phase, Sequence
 from services.scheduler.state.state import Executor, State
 

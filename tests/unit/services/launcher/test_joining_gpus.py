@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.host_agent import VISIBLE, placed, seen
+from services.launcher.joining import VISIBLE, placed, seen
 from services.launcher.supervisor import ServiceSpec, service_specs
 
 

@@ -1,6 +1,6 @@
 """The GPUs of one host map each other's memory (torch's symmetric memory) for fast collectives.
 
-PeerMemory is the plain memory. SymmetricBuffers serve the fused all-reduce + RMSNorm
+SymmetricMemory is the plain memory. SymmetricBuffers serve the fused all-reduce + RMSNorm
 (kernels.collectives.gpu). OneShotAllReduce only sums. Nothing here uses NVLink multicast. ranks.py and cuda/
 call it.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from kernels.collectives.gpu import EMPTY, PeerBuffers
+from kernels.collectives.gpu import EMPTY, MappedBuffers
 
 # Symmetric buffers.
 LIMIT_BYTES = 2 << 20  # of a sum: up to here faster than a separate sum and norm, as measured on H200
@@ -43,7 +43,7 @@ def _symmetric(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Te
     return memory, symmetric.rendezvous(memory, group)
 
 
-class PeerMemory:
+class SymmetricMemory:
     """Memory of the GPUs of one host, mapped by all ranks: see services.executor.parallel.ranks.Memory. Calls
     are queued on the current stream, and a graph may capture them."""
 
@@ -71,9 +71,9 @@ class SymmetricBuffers:
         self._memory.fill_(EMPTY)
         torch.cuda.synchronize(device)
         addresses = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=device)
-        self._buffers = PeerBuffers(addresses, rank, size, _HALF_BYTES, ONE_HOP_BYTES)
+        self._buffers = MappedBuffers(addresses, rank, size, _HALF_BYTES, ONE_HOP_BYTES)
 
-    def of(self, rows: int, row_bytes: int) -> PeerBuffers | None:
+    def of(self, rows: int, row_bytes: int) -> MappedBuffers | None:
         """The buffers for a sum of so many rows; None if it is too large."""
         fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._buffers.has_room(rows, row_bytes)
         return self._buffers if fits else None

@@ -1,4 +1,4 @@
-"""`check` verifies every invariant of the scheduler's state. Tests call it after events; no service does.
+"""`check` verifies every invariant of the scheduler's state. `World` calls it after events.
 
 What the state keeps so that a decision needs no loop over everything (counts, sums, caches, heaps, timers)
 equals a recount. `BlockPool.check` does the same for one pool.
@@ -85,7 +85,7 @@ def _check_executors(state: State) -> None:
             queued = [job.queued_bytes for job in mine if job.up is up and job.queued_bytes]
             assert (link.pending_jobs, link.pending_bytes) == (len(queued), sum(queued))
         loads = {job.seq: job.number for job in mine if job.up}
-        waits = {s.seq: s.load_job for s in executor.running if s.load_job}
+        waits = {s.seq: s.copies.load_job for s in executor.running if s.copies.load_job}
         assert waits.items() <= loads.items(), "a sequence waits for a load that has ended"
 
 
@@ -163,17 +163,17 @@ def _check_running(s: Sequence, block_tokens: int, in_flight: int) -> None:
     assert s.table_capacity == s.table_sent * block_tokens <= len(s.table) * block_tokens
     assert s.registered <= len(s.table), "a key has no block"
     assert s.adopted <= len(s.table)
-    assert not s.load_job or s.is_prefilling, "a decode waits for a load"
+    assert not s.copies.load_job or s.is_prefilling, "a decode waits for a load"
     assert s.parent is None or not (s.table or s.computed), "it has begun before its parent ended"
 
 
 def _check_left(s: Sequence) -> None:
     """Raise AssertionError if the sequence runs nowhere and still has something of an executor."""
     kept = s.table or s.table_sent or s.table_capacity or s.registered or s.reserved
-    kept = kept or s.computed or s.opened_length or s.adopted or s.copied
+    kept = kept or s.computed or s.opened_length or s.adopted or s.copies.stored
     assert not kept, "it has blocks, and runs nowhere"
     assert (s.executor, s.slot, s.parent) == ("", -1, None), "it has a slot, and runs nowhere"
-    waits = s.load_job or s.copy_job or s.compiles_grammar or s.recompute_debt_us
+    waits = s.copies.load_job or s.copies.store_job or s.compiles_grammar or s.debt.owed_us
     assert not waits, "it waits for an executor that it has left"
 
 

@@ -23,7 +23,8 @@ from hashlib import sha256
 from heapq import heappop, heappush
 
 from services.keeper import core
-from services.keeper.records import Body, to_json
+from services.keeper.records import Body
+from shared import bodies
 from shared.api import MAX_TIMEOUT_S
 from shared.client.chunks import DamagedFile
 from shared.errors import (
@@ -57,6 +58,8 @@ NOTE_AGE_US = 60_000_000  # and, if nothing else has changed, of its age
 CLOSE_US = 5_000_000  # for the lines in flight of a cancelled or expired batch to end
 GIVEN_UP_S = 3_600  # after its time, a batch whose files find no room has failed
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
+WEBHOOK = "_webhook"  # the private field of a batch with the URL for the event of its end
+STATE_KEPT_S = 777_600  # nine days: longer than the longest batch
 AGE = "_age_s"  # the private field with the seconds for which keepers have held it
 _PROMPT = re.compile(rb'"(?:instructions|messages|prompt|input)"\s*:')  # within a text its quotes are escaped
 
@@ -562,11 +565,11 @@ class BatchCore:
         flight.due_us = self._now_us + max(delay_us, error.retry_after_ms * 1_000)
 
     def _record(self, flight: _Flight, body: Body, *, ok: bool) -> BatchCommand:
-        data = to_json({"id": f"batch_req_{self.id}.{flight.number}", **body})
+        data = bodies.encode({"id": f"batch_req_{self.id}.{flight.number}", **body})
         if len(data) + 1_024 > self.max_payload:  # headers take some of it
             why = PayloadTooLarge(f"the answer of {len(data)} bytes is over the server's limit: ask for less")
             line = refused(why, flight.call.request_id, flight.custom_id)
-            data, ok = to_json({"id": f"batch_req_{self.id}.{flight.number}", **line}), False
+            data, ok = bodies.encode({"id": f"batch_req_{self.id}.{flight.number}", **line}), False
         flight.record, flight.due_us = StoreLine(flight.number, ok, data), self._now_us + core.RETRY_US
         return flight.record
 

@@ -31,7 +31,7 @@ def decisions(comm: str, since_tokens: int) -> list[tuple[int, bool]]:
         ("two_stream", 0, [False, False, False]),
     ],
 )
-def test_chunks_come_in_halves_from_the_crossover_on(
+def test_chunks_come_in_micro_batches_from_the_split_threshold_on(
     comm: str, since_tokens: int, halved: list[bool]
 ) -> None:
     assert decisions(comm, since_tokens) == [

@@ -125,7 +125,9 @@ async def test_choices_grammars_log_probabilities_and_long_prompts(victim: str, 
 
 
 @pytest.mark.parametrize("victim", ["nothing", "kv_offload", "executor"])
-async def test_prefill_and_decode_apart(victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sequences_move_from_prefill_to_decode_executors(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of two real engines only prefills. The victim, the one that prefills or the tier, dies as soon as a
     sequence is handed over."""
     model = HANDED_OVER or str(write_small_llama(tmp_path / "tiny", hidden=64, layers=2))

@@ -9,7 +9,7 @@ import pytest
 from support.small_llama import write_small_llama
 
 from services.launcher.cli import main
-from services.launcher.commands.sizing import EXECUTOR_BYTES, OTHERS_BYTES, Sizing, lines, sizing
+from services.launcher.commands.doctor import EXECUTOR_BYTES, OTHERS_BYTES, Sizing, lines, sizing
 from shared.config import Settings
 from shared.errors import BadRequest
 
@@ -73,7 +73,7 @@ def test_memory_of_the_host_is_not_compared_on_a_gpu(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_DEVICE", "cuda")
-    monkeypatch.setattr("services.launcher.commands.sizing.available_bytes", lambda: 0)
+    monkeypatch.setattr("services.launcher.commands.doctor.available_bytes", lambda: 0)
     assert main(["doctor", "--model", str(model), "--users", "2"]) == 0
     output = capsys.readouterr().out
     assert "in bf16" in output
@@ -84,7 +84,7 @@ def test_the_command_prints_it_and_fails_without_the_memory(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for free, status in ((10**12, 0), (10**6, 1)):
-        monkeypatch.setattr("services.launcher.commands.sizing.available_bytes", lambda free=free: free)
+        monkeypatch.setattr("services.launcher.commands.doctor.available_bytes", lambda free=free: free)
         assert main(["doctor", "--model", str(model), "--users", "2"]) == status
         first, *_, last = capsys.readouterr().out.splitlines()
         assert first.startswith("small, 2 users at once with ")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.keeper.batch_core import (
+from services.keeper.batches.batch_core import (
     CLOSE_US,
     FIRST_WINDOW,
     LOOK_AHEAD,

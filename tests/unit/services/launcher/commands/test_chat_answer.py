@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from rich.markdown import Markdown
 
-from services.launcher.commands import answer as module
-from services.launcher.commands.answer import answer_on
+from services.launcher.commands import chat as module
+from services.launcher.commands.chat import answer_on
 
 TEXT = """# Title
 
@@ -122,7 +122,7 @@ def test_elsewhere_the_text_is_printed_as_it_is() -> None:
 
 def test_rich_is_not_imported_without_a_terminal() -> None:
     code = (
-        "import sys; from services.launcher.commands.answer import answer_on\n"
+        "import sys; from services.launcher.commands.chat import answer_on\n"
         "with answer_on(sys.stdout) as answer: answer.add('x')\n"
         "print('rich' in sys.modules)"
     )

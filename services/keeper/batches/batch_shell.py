@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from services.keeper import batch_core
+from services.keeper.batches import batch_core
+from services.keeper.batches.batch_core import STATE_KEPT_S, WEBHOOK
+from services.keeper.batches.batch_verbs import BatchVerbs, FileVerbs, file_object
 from services.keeper.core import Ack, Key, Nak, Progress, age_at_first
-from services.keeper.records import BATCH, Body, Hook, to_json
-from services.keeper.verbs import FILE_KEPT_S, file_object, reply_subject
-from shared.aliases import Aliases
+from services.keeper.parts import Keeper, Part
+from services.keeper.records import BATCH, Body, Hook
+from services.keeper.verbs import reply_subject
+from shared import bodies
 from shared.client.chunks import lines_of
-from shared.clock import Clock
-from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest
+from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest, WireError
 from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
-from shared.nats.jetstream import JetStream, Taken, deliveries
+from shared.nats.interface import Delivery, NoResponders, RequestTimeout
+from shared.nats.jetstream import StreamFull, Taken, deliveries
 from shared.nats.object_store import ObjectStore, new_id
 from shared.openai.batch_lines import InputCheck, read_line
-from shared.processes import Rarely
+from shared.telemetry.counters import Counted, KeeperCounter
 
 log = logging.getLogger("headrace.keeper")
 
@@ -35,8 +35,6 @@ MAX_LINES = 50_000  # of a batch, as OpenAI has it
 MAX_ERRORS = 100  # wrong lines that are named
 MAX_BATCHES = 16  # that one keeper holds; others wait in the queue
 FULL_DELAY_US = 5_000_000  # until a batch is delivered again that found no keeper
-WEBHOOK = "_webhook"  # the private field of a batch with the URL for the event of its end
-STATE_KEPT_S = 777_600  # nine days: longer than the longest batch
 READ_BYTES = 1_048_576  # of lines read at a time
 READERS = 16  # records on their way while a file is written
 MODELS_US = 5_000_000  # far longer than a tokenizer takes
@@ -56,27 +54,19 @@ class _Held:
     looks: bool = False
 
 
-class Batches:
-    """The batches of one keeper."""
+class Batches(Part):
+    """The batches of one keeper, and the files of its fleet."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        clock: Clock,
-        store: ObjectStore,
-        call: Callable[[Coroutine[Any, Any, None]], None],
-        ack: Callable[[str, Hook | None], None],
-        aliases: Aliases,
-        here: frozenset[str] | None = None,
-    ) -> None:
-        """`call` runs a coroutine beside the caller. `ack` acks a delivery once an event is stored. `here`:
-        the models of an edge; no line goes to its centre."""
-        self._bus, self._clock, self._store, self._call_soon, self._ack = bus, clock, store, call, ack
-        self._streams: JetStream = store.streams
-        self._aliases, self._here = aliases, here
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper, self._bus, self._clock, self._away = keeper, keeper.bus, keeper.clock, keeper.away
+        self._streams, self._aliases, self._here = keeper.streams, keeper.aliases, keeper.here
+        self._store = ObjectStore(keeper.streams)
+        self._files = FileVerbs(self._store, keeper.clock)
         self._held: dict[Key, _Held] = {}
-        self._away = Rarely(log, clock)
         self.ended = 0  # batches
+        if self._here != frozenset():  # an edge without a model has none for batches: the centre answers
+            batches = BatchVerbs(keeper, self._store)
+            keeper.verbs |= {subjects.FILES_ALL: self._files.answer, subjects.BATCHES_ALL: batches.answer}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -86,10 +76,23 @@ class Batches:
         """Lines that were sent and have no record."""
         return sum(held.core.in_flight for held in self._held.values())
 
-    def deliver(self, delivery: Delivery, stored_us: int) -> None:
-        """The work queue delivers a batch that it has had for `stored_us` by the clock of the store."""
+    async def make_streams(self) -> None:
+        """Make the stream of files if it is missing."""
+        try:
+            await self._store.open(self._keeper.replicas)
+        except StreamFull as error:  # durable requests need none
+            self._away.warning("there is no store of files, and no batch: %s", error.message)
+
+    @property
+    def counted(self) -> Counted:
+        return {KeeperCounter.BATCHES: len(self), KeeperCounter.BATCH_LINES: self.in_flight}
+
+    def on_delivery(self, delivery: Delivery, age_us: int) -> bool:
+        """The work queue delivers a batch that it has had for `age_us` by the clock of the store."""
+        if not subjects.is_batch_job(delivery.subject):
+            return False
         tenant = subjects.untoken(delivery.subject.split(".")[3])
-        batch: Body = json.loads(delivery.data)
+        batch: Body = {**bodies.decode(bodies.Batch, delivery.data)}
         key = tenant, batch["id"]
         if (held := self._held.get(key)) is not None:  # the progress acks were late
             held.core.ack = delivery.reply
@@ -100,8 +103,9 @@ class Batches:
             core.resolve = lambda name, request: self._aliases.resolve(name, tenant, request) or name
             held = self._held[key] = _Held(tenant, core)
             self._share()
-            age_us = age_at_first(stored_us, deliveries(delivery.reply), FULL_DELAY_US)
-            self._run(held, held.core.begin(self._clock.now_us(), age_us))
+            waited_us = age_at_first(age_us, deliveries(delivery.reply), FULL_DELAY_US)
+            self._run(held, held.core.begin(self._clock.now_us(), waited_us))
+        return True
 
     def on_answered(self, key: Key, outcome: Body | HeadraceError, size: int) -> bool:
         """A service answered a request; False: it is none of a batch here."""
@@ -117,15 +121,16 @@ class Batches:
         for held in [*self._held.values()]:
             if now_us >= held.look_us and not held.looks:
                 held.look_us, held.looks = now_us + batch_core.SAVE_US, True
-                self._call_soon(self._look(held))
+                self._keeper.spawn(self._look(held))
             self._handle(held, batch_core.BatchTick())
+        self._keeper.spawn(self._files.sweep(now_us))
 
     def on_reconnected(self) -> None:
         """The nats-server was away."""
         for held in self._held.values():
             held.core.on_reconnected(self._clock.now_us())
 
-    def give_back(self) -> None:
+    async def drain(self) -> None:
         """Have all batches delivered again, now: this keeper stops."""
         for held in [*self._held.values()]:
             self._run(held, held.core.give_back())
@@ -142,7 +147,7 @@ class Batches:
         for command in commands:
             match command:
                 case Ack(reply):
-                    self._ack(reply, _hook(held))
+                    self._keeper.ack(reply, _hook(held))
                 case Nak(reply, delay_us):
                     self._streams.nak(reply, delay_us)
                 case Progress(reply):
@@ -150,17 +155,17 @@ class Batches:
                 case batch_core.AskLine(body):
                     reply = reply_subject(held.tenant, body["request_id"])
                     subject = subjects.generate(held.tenant, body["model"])
-                    self._bus.publish(subject, to_json(body), reply=reply)
+                    self._bus.publish(subject, bodies.encode(body), reply=reply)
                 case batch_core.CancelLine(request):
                     self._bus.publish(subjects.cancel(held.tenant, request), b"")
                 case batch_core.SaveState(batch):
-                    self._call_soon(self._save(held, batch))
+                    self._keeper.spawn(self._save(held, batch))
                 case batch_core.StoreLine():
-                    self._call_soon(self._store_line(held, command))
+                    self._keeper.spawn(self._store_line(held, command))
                 case batch_core.Over():
                     self._leave(held, command)
                 case _:
-                    self._call_soon(self._answer(held, self._result_of(held, command)))
+                    self._keeper.spawn(self._answer(held, command))
 
     def _leave(self, held: _Held, over: batch_core.Over) -> None:
         del self._held[held.tenant, held.core.id]
@@ -168,36 +173,26 @@ class Batches:
             self._share()
         if over.status:
             self.ended += 1
-            news = to_json({"id": held.core.id, "status": over.status})
-            self._bus.publish(subjects.done(held.tenant, held.core.id), news)
-        self._call_soon(self._clean(held, over))
+            news = bodies.Ended(id=held.core.id, status=over.status)
+            self._bus.publish(subjects.done(held.tenant, held.core.id), bodies.encode(news))
+        self._keeper.spawn(self._clean(held, over))
 
     # ---- calls with one result -------------------------------------------------------------------
 
-    def _result_of(
-        self,
-        held: _Held,
-        command: batch_core.OpenBatch
-        | batch_core.CheckFile
-        | batch_core.ReadLines
-        | batch_core.WriteFiles
-        | batch_core.StoreEnd,
-    ) -> Coroutine[Any, Any, batch_core.BatchEvent]:
-        match command:
-            case batch_core.OpenBatch():
-                return self._open(held)
-            case batch_core.CheckFile():
-                return self._check(held)
-            case batch_core.ReadLines(most):
-                return self._read(held, most)
-            case batch_core.WriteFiles(unfinished):
-                return self._write(held, unfinished=unfinished)
-            case batch_core.StoreEnd(batch):
-                return self._end(held, batch)
-
-    async def _answer(self, held: _Held, call: Coroutine[Any, Any, batch_core.BatchEvent]) -> None:
+    async def _answer(self, held: _Held, command: batch_core.Call_) -> None:
+        event: batch_core.BatchEvent
         try:
-            event = await call
+            match command:
+                case batch_core.OpenBatch():
+                    event = await self._open(held)
+                case batch_core.CheckFile():
+                    event = await self._check(held)
+                case batch_core.ReadLines(most):
+                    event = await self._read(held, most)
+                case batch_core.WriteFiles(unfinished):
+                    event = await self._write(held, unfinished=unfinished)
+                case batch_core.StoreEnd(batch):
+                    event = await self._end(held, batch)
         except HeadraceError as error:
             self._away.warning("batch %s waits: %s", held.core.id, error.message)
             event = batch_core.CallFailed(error)
@@ -215,7 +210,8 @@ class Batches:
         state = await last(stream, subjects.batch_part(tenant, batch, "state"))
         ok = [number for number, outcome in ends.items() if outcome == "ok"]
         failed = [number for number, outcome in ends.items() if outcome != "ok"]
-        return batch_core.Opened(False, json.loads(state) if state is not None else None, ok, failed)
+        noted = {**bodies.decode(bodies.Batch, state)} if state is not None else None
+        return batch_core.Opened(False, noted, ok, failed)
 
     async def _ends(self, held: _Held) -> dict[int, str]:
         """The lines with a record, each with its outcome."""
@@ -257,9 +253,9 @@ class Batches:
         if there is none."""
         try:
             answer = await self._bus.request(subjects.MODELS, b"", timeout_us=MODELS_US)
-            served = json.loads(answer.data)["data"]
+            served = bodies.decode(bodies.Models, answer.data)["data"]
             entries = [each for each in served if self._here is None or each["id"] in self._here]
-        except (NoResponders, RequestTimeout, LookupError, ValueError):
+        except (NoResponders, RequestTimeout, WireError):
             entries = []
         if not entries:
             raise Unavailable("no tokenizer serves a model now")
@@ -312,14 +308,15 @@ class Batches:
         output = await self._file(held, "output", self._records(held, completed, "ok")) if completed else None
         error = None
         if failed or never:
-            error = await self._file(held, "errors", self._errors(held, failed, never))
-        return batch_core.Written(output, error, len(completed), len(failed) + len(never))
 
-    async def _errors(self, held: _Held, failed: list[int], never: list[bytes]) -> AsyncGenerator[bytes]:
-        async for record in self._records(held, failed, "error"):
-            yield record
-        for line in never:
-            yield line
+            async def errors() -> AsyncGenerator[bytes]:
+                async for record in self._records(held, failed, "error"):
+                    yield record
+                for line in never:
+                    yield line
+
+            error = await self._file(held, "errors", errors())
+        return batch_core.Written(output, error, len(completed), len(failed) + len(never))
 
     async def _records(self, held: _Held, numbers: list[int], outcome: str) -> AsyncGenerator[bytes]:
         """The records of lines, several on their way at a time."""
@@ -345,11 +342,11 @@ class Batches:
                 if number not in ends and raw.strip():
                     name, custom_id = f"batch_req_{held.core.id}.{number}", read_line(raw).custom_id
                     line = {"id": name, "custom_id": custom_id, "response": None, "error": why}
-                    yield to_json(line) + b"\n"
+                    yield bodies.encode(line) + b"\n"
 
     async def _file(self, held: _Held, what: str, pieces: AsyncGenerator[bytes]) -> str:
         core, now_us = held.core, self._clock.wall_us()
-        kept_s = int(core.batch.get("_output_kept_s", FILE_KEPT_S))
+        kept_s = int(core.batch.get("_output_kept_s", bodies.FILE_KEPT_S))
         meta = file_object(new_id("file-", now_us), f"{core.id}_{what}.jsonl", "batch_output", now_us, kept_s)
         async with contextlib.aclosing(pieces):
             await self._store.write(held.tenant, meta, pieces, kept_s)
@@ -358,11 +355,11 @@ class Batches:
     async def _end(self, held: _Held, batch: Body) -> batch_core.EndStored:
         try:
             subject = subjects.batch_part(held.tenant, held.core.id, "end")
-            await self._streams.create(subject, to_json(batch), FILE_KEPT_S)
+            await self._streams.create(subject, bodies.encode(batch), bodies.FILE_KEPT_S)
         except Taken:
             stored = await self._streams.last(subjects.RECORD_STREAM, subject)
             return batch_core.EndStored(
-                new=stored == to_json(batch)
+                new=stored == bodies.encode(batch)
             )  # by an earlier try whose answer was lost
         return batch_core.EndStored(new=True)
 
@@ -386,7 +383,7 @@ class Batches:
     async def _save(self, held: _Held, batch: Body) -> None:
         with contextlib.suppress(HeadraceError):  # the next one follows
             subject = subjects.batch_part(held.tenant, held.core.id, "state")
-            await self._streams.replace(subject, to_json(batch), STATE_KEPT_S)
+            await self._streams.replace(subject, bodies.encode(batch), STATE_KEPT_S)
 
     async def _look(self, held: _Held) -> None:
         """Look whether the client has cancelled it, or another keeper has ended it."""
