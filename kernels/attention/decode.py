@@ -9,7 +9,7 @@ So the grid does not depend on the lengths (a CUDA graph holds it), and all work
 worker has a whole row, it writes the result; the parts of other rows are merged by a second kernel, with a
 program for each border between workers. A worker is one program for each KV head, next to each other in the
 grid, so that the heads of a token are read at about the same time. The query heads that share a KV head are
-the rows of one matrix product. Equal runs of tiles: "Stream-K" (arXiv:2301.03598).
+the rows of one matrix product; a row with drafts has several tokens, whose heads are rows there, too. Equal runs of tiles: "Stream-K" (arXiv:2301.03598).
 
 KV in fp8 is read in units of 16 bits, pairs of neighbouring dims, so that all tiles in shared memory have the
 width that the loads of matrix operands transpose. Registers hold the two numbers of a pair in two float16
@@ -134,6 +134,44 @@ def _scores(
 
 
 @triton.jit
+def _sees(first: tl.tensor, query: tl.tensor, QUERIES: tl.constexpr) -> tl.tensor:
+    """The number of tokens that each of several queries sees."""
+    if QUERIES > 1:
+        query += tl.load(first)
+    return query
+
+
+@triton.jit
+def _masked(
+    scores: tl.tensor, at: tl.tensor, inside: tl.tensor, sees: tl.tensor, QUERIES: tl.constexpr
+) -> tl.tensor:
+    """Scores without the tokens that a query does not see. With several queries one may see none of a tile:
+    its scores are finite then."""
+    seen = inside[None, :]
+    if QUERIES > 1:
+        seen = seen & (at[None, :] < sees[:, None])
+    return tl.where(seen, scores, -float("inf") if QUERIES == 1 else -1.0e30)
+
+
+@triton.jit
+def _keep_part(
+    partial: tl.tensor,
+    sums: tl.tensor,
+    part: tl.tensor,
+    acc: tl.tensor,
+    top: tl.tensor,
+    mass: tl.tensor,
+    in_out: tl.tensor,
+    GROUP_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> None:
+    g, d = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
+    tl.store(partial + part * (GROUP_PAD * DIM_PAD) + g[:, None] * DIM_PAD + d[None, :], acc, mask=in_out)
+    tl.store(sums + part * 2 * GROUP_PAD + g, top)
+    tl.store(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mass)
+
+
+@triton.jit
 def _seen(
     acc: tl.tensor,
     acc_odd: tl.tensor,
@@ -221,7 +259,6 @@ def _attend(
     row = tl.load(first_rows + worker)
     g, n = tl.arange(0, GROUP_PAD), tl.arange(0, TILE)
     d, all_d = tl.arange(0, UNITS_PAD), tl.arange(0, DIM_PAD)
-    # Rows of the matrix: the heads of the first query, those of the second, ...
     heads = (g // GROUP) * (KV_HEADS * GROUP) + head * GROUP + g % GROUP
     in_query = (g < QUERIES * GROUP)[:, None] & (d < UNITS)[None, :]
     in_out = (g < QUERIES * GROUP)[:, None] & (all_d < DIM)[None, :]
@@ -248,9 +285,7 @@ def _attend(
         acc_odd = acc
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
         mass = tl.zeros([GROUP_PAD], tl.float32)
-        sees = g // GROUP
-        if QUERIES > 1:
-            sees += tl.load(firsts + some)
+        sees = _sees(firsts + some, g // GROUP, QUERIES)
         for i in tl.range(tile - row_begin, last - row_begin, num_stages=STAGES):
             at = i * TILE + n
             inside = at < length
@@ -258,11 +293,7 @@ def _attend(
             readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < UNITS)[None, :]
             k = tl.load(keys + token, mask=readable, other=0)
             scores = _scores(q, q_odd, k, PRECISION, PAIRED, INTERPRETED)
-            if QUERIES == 1:
-                scores = tl.where(inside[None, :], scores * scales[:, None], -float("inf"))
-            else:  # finite: a query may see none of a tile
-                seen = at[None, :] < sees[:, None]
-                scores = tl.where(seen & inside[None, :], scores * scales[:, None], -1.0e30)
+            scores = _masked(scores * scales[:, None], at, inside, sees, QUERIES)
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
@@ -278,10 +309,7 @@ def _attend(
                 tl.store(out + at_row + all_d[None, :], done, mask=in_out)
             else:
                 part = (worker * 2 + (tile != own).to(tl.int32)) * KV_HEADS + head
-                at_part = part * (GROUP_PAD * DIM_PAD) + g[:, None] * DIM_PAD + all_d[None, :]
-                tl.store(partial + at_part, acc, mask=in_out)
-                tl.store(sums + part * 2 * GROUP_PAD + g, top)
-                tl.store(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mass)
+                _keep_part(partial, sums, part, acc, top, mass, in_out, GROUP_PAD, DIM_PAD)
         tile = last
         row += 1
         some = tl.minimum(row, rows - 1)

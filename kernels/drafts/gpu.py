@@ -2,7 +2,7 @@
 
     propose ─▶ inputs of 1 + count tokens a row ─▶ forward ─▶ a token chosen at each ─▶ accept
 
-No host is between, so a step that is queued behind another finds its drafts. Each has one program a row.
+No host is between, so a step that is queued after another finds its drafts. Each has one program a row.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ WINDOW = 32_768  # of the last tokens: only these are searched
 
 
 def propose(tokens: Tensor, count: int) -> Tensor:
-    """`count` drafts after `tokens` `[length]`, all -1 if its last LEAST tokens did not occur before. Of the
-    longest matches the last one counts."""
+    """`count` drafts after `tokens` `[length]`, all -1 if its last LEAST tokens did not occur before. The
+    last one of the longest matches counts."""
     tokens = tokens[-WINDOW:]
     length = len(tokens)
     ends = torch.arange(max(length - 1, 0))  # the last index of a match

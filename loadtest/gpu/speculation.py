@@ -1,8 +1,8 @@
 """Measures steps with drafts: their time, the gain at a set rate of acceptance, whether ids stay the same.
 
-Random weights accept no draft, so drafts are forced. `Forced` accepts each at a set rate, whatever the model
-chooses; `Oracle` proposes what the model has chosen without drafts, some of it wrong. Both replace a launch
-of the graphs that are captured while they are in place.
+Random weights accept no draft, so drafts are forced. `Forced` accepts each at a set rate, though the
+model chooses other tokens; `Oracle` proposes what the model has chosen without drafts, some of it wrong. Both
+replace a launch of the graphs that are captured while they are in place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.vocab.files import DEFAULT_MODEL, resolve
 from shared.vocab.vocabulary import load_vocabulary
 
 ROWS, COUNTS, RATES = (1, 8, 32, 64), (1, 3, 7), (0.6, 0.3)
-# Of an H200 and an 8B model at 1k context, three drafts: predicted from its products, a step's time over that
+# An H200, an 8B model at 1k context and three drafts, predicted from products alone: a step's time over that
 # of one without drafts, and the gain at RATES.
 PREDICTED = {1: (1.00, 2.17, 1.41), 8: (1.04, 2.09, 1.36), 32: (1.11, 1.96, 1.27), 64: (1.33, 1.64, 1.07)}
 SMALL: dict[str, Any] = {

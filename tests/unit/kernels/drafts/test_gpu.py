@@ -43,14 +43,14 @@ WIDTH, VOCAB = 2200, 200
 
 
 def state_of(slots: int, width: int = WIDTH) -> DraftState:
-    """Of slots without tokens; the last one is spare."""
+    """The state of slots without tokens; the last one is spare."""
     history = torch.full((slots + 1, width), -7, dtype=torch.int32, device=DEVICE)
     ids = torch.full((slots + 1, 8), -7, dtype=torch.int32, device=DEVICE)
     return DraftState(words(*[0] * (slots + 1)), ids, words(*[90] * (slots + 1)), history)
 
 
-def test_drafts_are_those_of_the_reference() -> None:
-    """Of texts around the length that a program reads at a time; a slot that is done has none."""
+def test_kernel_proposes_the_drafts_of_the_reference() -> None:
+    """Texts have lengths around that which a program reads at a time; a slot that is done has no draft."""
     chance, state = random.Random(2), state_of(9)
     texts = [chance.choices(range(letters), k=length) for letters in (2, 6) for length in (1, 4, 300, 2049)]
     for slot, text in enumerate([*texts, [1, 1, 1, 1]]):
@@ -68,7 +68,7 @@ def test_drafts_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("queries", [2, 4, 8])
 def test_the_tokens_of_a_row_see_one_more_each(processors: int, queries: int) -> None:
     """However the work is divided, also where the parts of a row end between its tokens' ends. What lies
-    behind the last token may be NaN."""
+    after the last token may be NaN."""
     lengths, drafts = [1, 0, 77, 15, 31], [queries - 1, 2, 0, 1, queries - 1]
     kv, slots, tables = normal(BLOCKS, LAYERS, 2, BLOCK, KV_HEADS, DIM), [2, 0, 1, 3, 4], shuffled(4)
     tables = torch.cat((tables, tables[:1]))
@@ -138,7 +138,7 @@ def test_inputs_of_drafts_are_resolved_at_the_place_of_their_slot() -> None:
 
 
 @pytest.mark.parametrize("queries", [2, 4, 8])
-def test_what_is_chosen_at_each_position_is_accepted_as_the_reference_accepts(queries: int) -> None:
+def test_chosen_tokens_are_accepted_as_the_reference_accepts_them(queries: int) -> None:
     rows = 7  # of slots 0 to 5 and of the spare one
     slots = [3, 0, 5, 1, 4, 2, 6]
     drafts, generator = state_of(6, 60), torch.Generator().manual_seed(3)

@@ -38,7 +38,7 @@ def test_drafts_follow_the_longest_match(tokens: list[int], drafts: list[int]) -
     assert by_definition(tokens, 3) == drafts
 
 
-def test_drafts_are_those_of_the_definition_for_any_text() -> None:
+def test_reference_proposes_drafts_by_definition() -> None:
     chance = random.Random(1)
     for _ in range(300):
         tokens = chance.choices(range(chance.choice((2, 3, 9))), k=chance.randrange(40))

@@ -52,7 +52,7 @@ def logits_of(slot: int, position: int, token: int) -> torch.Tensor:
 
 
 class Event:
-    """Of a device that works at once."""
+    """An event of a device that works at once."""
 
     def record(self) -> None:
         pass
@@ -202,7 +202,7 @@ def wanted() -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(("count", "flight"), [(1, 2), (3, 3), (7, 1)])
-def test_ids_are_those_without_drafts(count: int, flight: int, wanted: dict[int, list[int]]) -> None:
+def test_drafts_change_no_token(count: int, flight: int, wanted: dict[int, list[int]]) -> None:
     world = filled(made())
     assert world.run({3: count, 0: max(count - 1, 1), 4: count}, flight) == wanted
     assert world.drafted > world.kept > 3
