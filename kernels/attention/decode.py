@@ -9,7 +9,8 @@ So the grid does not depend on the lengths (a CUDA graph holds it), and all work
 worker has a whole row, it writes the result; the parts of other rows are merged by a second kernel, with a
 program for each border between workers. A worker is one program for each KV head, next to each other in the
 grid, so that the heads of a token are read at about the same time. The query heads that share a KV head are
-the rows of one matrix product; a row with drafts has several tokens, whose heads are rows there, too. Equal runs of tiles: "Stream-K" (arXiv:2301.03598).
+the rows of one matrix product; a row with drafts has several tokens, whose heads are rows there, too. Equal
+runs of tiles: "Stream-K" (arXiv:2301.03598).
 
 KV in fp8 is read in units of 16 bits, pairs of neighbouring dims, so that all tiles in shared memory have the
 width that the loads of matrix operands transpose. Registers hold the two numbers of a pair in two float16

@@ -11,14 +11,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.drafts.ref import LEAST, MOST, WINDOW
+from kernels.drafts.ref import LEAST, LEAST_OF_PREDICTION, MOST, WINDOW
 from kernels.elementwise.gpu import DraftState
 from kernels.sampling.gpu import Choices
 
 _BLOCK = 2048
 _PLACES = tl.constexpr(1 << 24)  # above any position: a match's key is its length, then its place
 _LEAST, _MOST, _WINDOW = tl.constexpr(LEAST), tl.constexpr(MOST), tl.constexpr(WINDOW)
+_LEAST_OF_PREDICTION = tl.constexpr(LEAST_OF_PREDICTION)
 COLUMNS = 3  # of `accept`'s answer after the ids: count, done, drafted
+
+
+@triton.jit
+def _longest(
+    text: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    place: tl.tensor,
+    first: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The longest run of tokens that ends from `begin` to before `stop` and is alike the tokens that end at
+    `place`, none of which is before `first`: as its length times _PLACES and its end; 0: none."""
+    best = tl.full([], 0, tl.int32)
+    for block in range(begin, stop, BLOCK):
+        end = block + tl.arange(0, BLOCK)
+        alike, run = end < stop, tl.zeros([BLOCK], tl.int32)
+        for back in tl.static_range(_MOST):
+            there = alike & (end >= begin + back) & (place - back >= first)
+            wanted = tl.load(text + tl.maximum(place - back, 0))
+            alike = there & (tl.load(text + end - back, mask=there, other=-1) == wanted)
+            run += alike.to(tl.int32)
+        best = tl.maximum(best, tl.max(tl.where(run > 0, run * _PLACES + end, 0), 0))
+    return best
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -26,6 +51,8 @@ def _propose(
     slots: tl.tensor,
     done: tl.tensor,
     places: tl.tensor,
+    prompts: tl.tensor,
+    predicted: tl.tensor,
     history: tl.tensor,
     ids: tl.tensor,
     width: tl.tensor,
@@ -36,21 +63,17 @@ def _propose(
     slot = tl.load(slots + tl.program_id(0) * STRIDE).to(tl.int64)
     place = tl.where(tl.load(done + slot) != 0, 0, tl.load(places + slot))
     text, begin = history + slot * width, tl.maximum(place + 1 - _WINDOW, 0)
-    best = tl.full([], 0, tl.int32)
-    for first in range(begin, place, BLOCK):
-        end = first + tl.arange(0, BLOCK)
-        alike, run = end < place, tl.zeros([BLOCK], tl.int32)
-        for back in tl.static_range(_MOST):
-            wanted = tl.load(text + tl.maximum(place - back, 0))
-            there = alike & (end >= begin + back)
-            alike = there & (tl.load(text + end - back, mask=there, other=-1) == wanted)
-            run += alike.to(tl.int32)
-        best = tl.maximum(best, tl.max(tl.where(run >= _LEAST, run * _PLACES + end, 0), 0))
-    match = best % _PLACES
+    own = _longest(text, begin, place, place, begin, BLOCK)
+    prompt, foreseen = tl.load(prompts + slot), tl.load(predicted + slot)
+    likely = _longest(text, width - foreseen, width - 1, place, prompt, BLOCK)
+    answer = tl.maximum(place + 1 - prompt, 1)
+    least = tl.maximum(tl.minimum(own // _PLACES, answer), tl.minimum(_LEAST_OF_PREDICTION, answer))
+    is_likely = (likely // _PLACES >= least) & (place > 0)
+    there = is_likely | (own // _PLACES >= _LEAST)
     i = tl.arange(0, COUNT)
-    at = match + 1 + i % tl.maximum(place - match, 1)
-    draft = tl.load(text + at, mask=(i < COUNT) & (best > 0), other=-1)
-    tl.store(ids + slot * COUNT + i, draft)
+    repeated = own % _PLACES + 1 + i % tl.maximum(place - own % _PLACES, 1)
+    at = tl.where(is_likely, likely % _PLACES + 1 + i, repeated)
+    tl.store(ids + slot * COUNT + i, tl.load(text + at, mask=there & (at < width), other=-1))
 
 
 @triton.jit
@@ -97,7 +120,8 @@ def propose(slots: Tensor, queries: int, done: Tensor, state: DraftState) -> Non
     """Set the drafts of the slot of every `queries`-th entry of `slots` `[rows * queries]`."""
     count = state.ids.shape[1]
     _propose[(len(slots) // queries,)](
-        slots, done, state.places, state.history, state.ids, state.history.shape[1],
+        slots, done, state.places, state.prompts, state.predicted, state.history, state.ids,
+        state.history.shape[1],
         STRIDE=queries, COUNT=count, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 

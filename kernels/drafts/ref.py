@@ -13,23 +13,41 @@ import torch
 from torch import Tensor
 
 LEAST, MOST = 3, 16  # tokens that must be alike; no more than MOST are compared
+LEAST_OF_PREDICTION = 2
 WINDOW = 32_768  # of the last tokens: only these are searched
 
 
-def propose(tokens: Tensor, count: int) -> Tensor:
-    """`count` drafts after `tokens` `[length]`, all -1 if its last LEAST tokens did not occur before. The
-    last one of the longest matches counts."""
-    tokens = tokens[-WINDOW:]
-    length = len(tokens)
-    ends = torch.arange(max(length - 1, 0))  # the last index of a match
+def propose(tokens: Tensor, count: int, prediction: Tensor | None = None, prompt: int = 0) -> Tensor:
+    """`count` drafts after `tokens` `[length]`, -1 where there is none: what followed the longest match of
+    the last LEAST to MOST tokens among the tokens before; of several such matches the last one counts.
+
+    A match in `prediction` `[length]` comes first. It is of tokens after the first `prompt`, two or all of
+    them, and must not be shorter than the match among the tokens, unless it is of all tokens after
+    `prompt`."""
+    own = tokens[-WINDOW:]
+    drafts, length = torch.full((count,), -1, dtype=tokens.dtype), len(own)
+    alike, end = _longest(own[:-1], own)
+    answer = tokens[prompt:]
+    if prediction is not None and len(prediction) > 1 and len(answer):
+        its, at = _longest(prediction[:-1], answer)
+        if its >= max(min(LEAST_OF_PREDICTION, len(answer)), min(alike, len(answer))):
+            found = prediction[at + 1 : at + 1 + count]
+            drafts[: len(found)] = found
+            return drafts
+    return own[end + 1 + torch.arange(count) % (length - 1 - end)] if alike >= LEAST else drafts
+
+
+def _longest(text: Tensor, last: Tensor) -> tuple[int, int]:
+    """The most tokens, up to MOST, at the end of `last` that occur in `text`, and where they end there."""
+    ends = torch.arange(len(text))
     alike, run = torch.ones_like(ends, dtype=torch.bool), torch.zeros_like(ends)
-    for back in range(min(MOST, length)):
-        alike = alike & (ends >= back) & (tokens[(ends - back).clamp(min=0)] == tokens[length - 1 - back])
+    for back in range(min(MOST, len(last))):
+        alike = alike & (ends >= back) & (text[(ends - back).clamp(min=0)] == last[-1 - back])
         run += alike
-    if not len(ends) or run.max() < LEAST:
-        return torch.full((count,), -1, dtype=tokens.dtype)
-    best = int((run * length + ends).argmax())
-    return tokens[best + 1 + torch.arange(count) % (length - 1 - best)]
+    if not len(text) or not run.any():
+        return 0, 0
+    best = int((run * len(text) + ends).argmax())
+    return int(run[best]), best
 
 
 def accept(chosen: Tensor, ended: Tensor, drafts: Tensor) -> Tensor:

@@ -458,6 +458,8 @@ class DraftState:
     places: Tensor  # [slots + 1], the position of the last token
     ids: Tensor  # [slots + 1, most], the drafts of the next step, in order; negative: there is none
     max_lengths: Tensor  # [slots + 1]
+    prompts: Tensor  # [slots + 1], tokens before the answer
+    predicted: Tensor  # [slots + 1], tokens that the answer may repeat: at the end of the slot's `history`
     history: Tensor  # [slots + 1, context + 1], tokens by position
 
 

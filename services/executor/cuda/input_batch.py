@@ -440,8 +440,8 @@ def padded(tokens: int) -> int:
 class CudaSlots:
     """The state of all slots on a GPU, in one buffer of 32-bit words.
 
-        tables [slots + 1, blocks] | last token | done | place | max length | row of the slot table |
-        seed | whether it has a grammar | stop ids
+        tables [slots + 1, blocks] | last token | done | place | tokens of the prompt, of the prediction |
+        max length | row of the slot table | seed | whether it has a grammar | stop ids
 
     So an opened slot and a step's block-table deltas are both updates of words. They collect on the host and
     go with the next step's inputs, in one copy and one launch. The last slot is spare: padding uses it.
@@ -473,7 +473,8 @@ class CudaSlots:
         self._sampled: dict[int, tuple[int, int]] = {}  # more updates by slot: last token, done
         self._recording = threading.Lock()
         sizes = {
-            "table": rows * table_blocks, "last": rows, "done": rows, "place": rows, "length": rows,
+            "table": rows * table_blocks, "last": rows, "done": rows, "place": rows, "prompt": rows,
+            "predicted": rows, "length": rows,
             "sampling": len(PARAMETERS) * rows, "seed": 2 * rows, "masked": rows, "stop": STOP_IDS * rows,
         }  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes.values())]).tolist()
@@ -484,9 +485,10 @@ class CudaSlots:
         if drafts:
             history = torch.zeros(rows, max_context + 1, dtype=torch.int32, device=device)
             ids = torch.full((rows, MOST), NO_TOKEN, dtype=torch.int32, device=device)
-            found = DraftState(part["place"], ids, part["length"], history)
+            found = DraftState(part["place"], ids, part["length"], part["prompt"], part["predicted"], history)
         self.state = SlotState(part["table"].view(rows, table_blocks), part["last"], part["done"], found)
-        self._uncopied: dict[int, Ints] = {}  # tokens of slots that the device's history lacks
+        # Tokens and predictions of slots that the device's history lacks.
+        self._uncopied: dict[int, tuple[Ints, Ints]] = {}
         self._opened = set[int]()  # with updates that are not taken
         self._again = False  # one of them twice
         self.choices = Choices(
@@ -516,7 +518,11 @@ class CudaSlots:
         self._set("place", slot, [max(len(opened.tokens) - 1, 0)])
         self._set("length", slot, [limit])
         if self.state.drafts is not None:
-            self._uncopied[slot] = opened.tokens
+            room = self.state.drafts.history.shape[1] - limit  # after the sequence's own tokens
+            predicted = opened.prediction[: max(room, 0)]
+            self._set("prompt", slot, [opened.prompt_tokens])
+            self._set("predicted", slot, [len(predicted)])
+            self._uncopied[slot] = opened.tokens, predicted
         self._set("sampling", slot, slot_row(opened.sampling).view(np.int32))
         self._set("seed", slot, np.array([seed_key(opened.seed)], dtype=np.int64).view(np.int32))
         self._set("masked", slot, [int(bool(opened.grammar))])
@@ -536,9 +542,12 @@ class CudaSlots:
         if drafts is None or self._uncopied.keys().isdisjoint(slots):
             return
         for slot in slots:
-            if tokens := self._uncopied.pop(slot, None):
-                held = torch.tensor(tokens, dtype=torch.int32, pin_memory=drafts.history.is_cuda)
-                drafts.history[slot, : len(tokens)].copy_(held, non_blocking=True)
+            tokens, predicted = self._uncopied.pop(slot, ((), ()))
+            history = drafts.history[slot]
+            for ids, at in ((tokens, 0), (predicted, len(history) - len(predicted))):
+                if ids:
+                    held = torch.tensor(ids, dtype=torch.int32, pin_memory=history.is_cuda)
+                    history[at : at + len(ids)].copy_(held, non_blocking=True)
 
     def take_updates(self, plan: StepPlan) -> tuple[Words, Words]:
         """The updates before this plan's forward: indices in `words`, and values."""

@@ -46,7 +46,8 @@ def state_of(slots: int, width: int = WIDTH) -> DraftState:
     """The state of slots without tokens; the last one is spare."""
     history = torch.full((slots + 1, width), -7, dtype=torch.int32, device=DEVICE)
     ids = torch.full((slots + 1, 8), -7, dtype=torch.int32, device=DEVICE)
-    return DraftState(words(*[0] * (slots + 1)), ids, words(*[90] * (slots + 1)), history)
+    zeros, limits = (words(*[value] * (slots + 1)) for value in (0, 90))
+    return DraftState(zeros, ids, limits, zeros.clone(), zeros.clone(), history)
 
 
 def test_kernel_proposes_the_drafts_of_the_reference() -> None:
@@ -62,6 +63,24 @@ def test_kernel_proposes_the_drafts_of_the_reference() -> None:
     for slot, text in enumerate(texts):
         assert state.ids[slot].tolist() == propose_ref(torch.tensor(text), 8).tolist()
     assert state.ids[8:].tolist() == [[-1] * 8] * 2
+
+
+def test_kernel_finds_drafts_in_the_prediction_as_the_reference_does() -> None:
+    chance, state = random.Random(4), state_of(40, 60)
+    wanted = []
+    for slot in range(40):
+        letters, length, prompt = chance.choice((2, 3, 5)), chance.randrange(2, 24), chance.randrange(1, 12)
+        text = chance.choices(range(letters), k=length)
+        prediction = chance.choices(range(letters), k=chance.randrange(14))
+        prompt = min(prompt, length - 1)
+        state.history[slot, :length] = torch.tensor(text, dtype=torch.int32)
+        state.history[slot, 60 - len(prediction) :] = torch.tensor(prediction, dtype=torch.int32)
+        state.places[slot], state.prompts[slot], state.predicted[slot] = length - 1, prompt, len(prediction)
+        given = torch.tensor(text), 8, torch.tensor(prediction), prompt
+        wanted.append(propose_ref(*given).tolist())
+    propose(words(*range(40)), 1, words(*[0] * 41), state)
+    assert state.ids[:40].tolist() == wanted
+    assert any(-1 in drafts[1:] and drafts[0] >= 0 for drafts in wanted)  # a prediction ends
 
 
 @pytest.mark.parametrize("processors", [1, 9])

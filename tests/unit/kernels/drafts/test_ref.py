@@ -45,6 +45,26 @@ def test_reference_proposes_drafts_by_definition() -> None:
         assert propose(torch.tensor(tokens), 5).tolist() == by_definition(tokens, 5)
 
 
+@pytest.mark.parametrize(
+    ("answer", "drafts"),
+    [
+        ([7], [8, 9, 5]),  # the first token of the answer is enough
+        ([1, 7, 8], [9, 5, -1]),
+        ([4, 8], [-1, -1, -1]),  # one token of several is too few
+        ([4, 8, 9, 5], [-1, -1, -1]),  # nothing follows there
+    ],
+)
+def test_prediction_is_searched_for_the_tokens_of_the_answer(answer: list[int], drafts: list[int]) -> None:
+    tokens, prediction = torch.tensor([3, 1, 2, *answer]), torch.tensor([6, 7, 8, 9, 5])
+    assert propose(tokens, 3, prediction, 3).tolist() == drafts
+
+
+def test_longer_match_among_the_tokens_beats_the_prediction() -> None:
+    tokens, prediction = torch.tensor([5, 6, 7, 8, 4, 5, 6, 7]), torch.tensor([6, 7, 9, 9])
+    assert propose(tokens, 2, prediction, 2).tolist() == [8, 4]
+    assert propose(tokens, 2, prediction, 6).tolist() == [9, 9]  # the answer has two tokens
+
+
 def test_a_row_keeps_tokens_up_to_the_first_that_is_no_draft_or_ends_it() -> None:
     chosen = torch.tensor([[4, 5, 6]] * 5 + [[-1, -1, 6], [4, 5, -1], [4, -1, 6]])
     ended = torch.zeros(8, 3, dtype=torch.int64)
