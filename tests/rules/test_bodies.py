@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -12,6 +13,7 @@ from support.source_tree import Source, product
 
 from shared import bodies
 from shared.nats import subjects
+from shared.nats.access import PUBLIC
 from shared.openai.batch_lines import URLS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "subjects.md"
@@ -112,11 +114,40 @@ def page() -> str:
         bodies_of = ", ".join(f"`{part.rpartition(':')[2]}`" for part in body.split(", "))
         replies = ", ".join(f"`{part.rpartition(':')[2]}`" for part in answer.split(", ") if part)
         rows.append(f"| `{subject}` | {bodies_of} | {replies} | {about} |")
+    allowed = [
+        f"| `{each[0]}` | {', '.join(each[1].split())} | {', '.join(each[2].split())} |" for each in PUBLIC
+    ]
     return (
         "# Subjects\n\nEvery NATS subject with its body and answer, from the table in `shared/bodies.py`, "
         "which has the types.\n`headrace.v1` is public; the [API](api.md) has its fields.\n\n"
-        "| subject | body | answer | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        "| subject | body | answer | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n## Permissions\n\n"
+        "The users of `headrace auth` send and read these below `headrace.v1`, from the table in "
+        "`shared/nats/access.py`. T is a tenant.\n\n"
+        "| subject | senders | receivers |\n|---|---|---|\n" + "\n".join(allowed) + "\n"
     )
+
+
+def test_every_public_subject_has_its_senders_and_receivers() -> None:
+    """One row of the permissions for each public subject, and no row without a subject."""
+    patterns = {
+        re.compile(each[0].replace(".", r"\.").replace("*", "[^.]+").replace("T", "[^.]+")): 0
+        for each in PUBLIC
+    }
+    for name in bodies.SUBJECTS:
+        word, _, verb = name.partition(" ")
+        make = getattr(subjects, word, None)
+        subject = (
+            getattr(subjects, word.upper())
+            if make is None
+            else make(*[verb or "x"] * len(inspect.signature(make).parameters))
+        )
+        if subject.startswith(f"{subjects.PUBLIC}."):
+            (row,) = [
+                each for each in patterns if each.fullmatch(subject.removeprefix(f"{subjects.PUBLIC}."))
+            ]
+            patterns[row] += 1
+    without = {each.pattern for each, count in patterns.items() if not count}
+    assert without == {"models"}  # a constant, without a tenant
 
 
 def test_the_page_lists_the_table() -> None:

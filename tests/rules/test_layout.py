@@ -64,7 +64,7 @@ HANGING = (
     "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
-    "shared/nats/jetstream.py",
+    "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 

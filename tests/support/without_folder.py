@@ -34,6 +34,7 @@ DELETABLE = {
     "services/executor/group/": "services/executor/actor.py",
     "services/tokenizer/aliases.py": "services/tokenizer/actor.py",
     "services/tokenizer/standby.py": "services/tokenizer/actor.py",
+    "services/tokenizer/structured_output.py": "services/tokenizer/prepare.py",
     "services/detokenizer/durable/": "services/detokenizer/actor.py",
     "services/scheduler/reports/event_log.py": "services/scheduler/actor.py",
     "services/launcher/host_agent.py": "services/launcher/up.py",
