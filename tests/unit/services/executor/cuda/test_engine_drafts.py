@@ -201,7 +201,7 @@ def wanted() -> dict[int, list[int]]:
     return filled(made()).run({})
 
 
-@pytest.mark.parametrize(("count", "flight"), [(3, 3), (7, 2)])
+@pytest.mark.parametrize(("count", "flight"), [(1, 2), (3, 3)])
 def test_drafts_change_no_token(count: int, flight: int, wanted: dict[int, list[int]]) -> None:
     world = filled(made())
     assert world.run({3: count, 0: max(count - 1, 1), 4: count}, flight) == wanted
@@ -244,7 +244,7 @@ def test_a_step_outside_the_graph_has_no_drafts_and_goes_on_at_the_place(
     assert drafted == [True, False, True, True]
     assert world.kept > 1
     for slot in (0, 3, 4):
-        have = world.ids[slot]
+        have = world.ids[slot][:TOKENS]
         assert have == wanted[slot][: len(have)]
 
 
