@@ -28,7 +28,7 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "fleet", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
+            "admission", "executors", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
             "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
@@ -59,12 +59,12 @@ ONE_PATH = (
     "services/detokenizer/",
 )  # fmt: skip
 HANGING = (
-    "services/scheduler/fleet/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
+    "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
     "services/scheduler/reports/", "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
-    "shared/nats/jetstream.py",
+    "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 

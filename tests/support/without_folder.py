@@ -36,6 +36,7 @@ DELETABLE = {
     "services/scheduler/speculation.py": "services/scheduler/step_planner.py",
     "services/tokenizer/aliases.py": "services/tokenizer/actor.py",
     "services/tokenizer/standby.py": "services/tokenizer/actor.py",
+    "services/tokenizer/structured_output.py": "services/tokenizer/prepare.py",
     "services/detokenizer/durable/": "services/detokenizer/actor.py",
     "services/scheduler/reports/event_log.py": "services/scheduler/actor.py",
     "services/launcher/host_agent.py": "services/launcher/up.py",

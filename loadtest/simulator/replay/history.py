@@ -92,7 +92,7 @@ class History:
     left_out: int = 0  # requests that ran already when the log began
     recomputed_before: int = 0  # counted by the meter until then
 
-    def take(self, record: event_log.LoggedEvent) -> None:
+    def add(self, record: event_log.LoggedEvent) -> None:
         """One event more."""
         message = record.event.message if isinstance(record.event, Arrived) else None
         if isinstance(message, Tokenized):
@@ -158,7 +158,7 @@ def read_history(records: Iterable[event_log.Record]) -> History:
             core = core_of(record.data)
         elif isinstance(record, event_log.LoggedEvent) and core is not None:
             history = history or _begun(core, record.now_us)
-            history.take(record)
+            history.add(record)
     if history is None or not history.asked:
         raise LogError("the log has no snapshot or no request after it: record while some are served")
     return history

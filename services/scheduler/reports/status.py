@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 from services.scheduler import load_shedding
-from services.scheduler.fleet import sleep
+from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.counters import StepRecord, TenantUsage

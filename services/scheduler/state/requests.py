@@ -127,7 +127,7 @@ class TierCopies:
 
     load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
     loads_until: int = 0  # tokens that it has after the loads that follow that one, 0: none follow
-    stored: int = 0  # entries of its table whose copy down was started while it runs: see ../fleet/moves.py
+    stored: int = 0  # entries of its table whose copy down was started while it runs: see moves.py
     store_job: int = 0  # the last job of these copies
 
 

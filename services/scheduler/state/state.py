@@ -65,7 +65,7 @@ class Limits:
     # another one may have to send the end to the client.
     ended_within_us: int = 5_000_000
     move_after_us: int = (
-        3_000_000  # from then on the sequences of a draining executor move: ../fleet/moves.py
+        3_000_000  # from then on the sequences of a draining executor move: ../executors/moves.py
     )
 
     def strictest(self, running_by_class: list[int]) -> tuple[int, int]:
@@ -161,7 +161,7 @@ class DraftPace:
 
 @dataclass(slots=True)
 class PromptShare:
-    """The prompts of an executor, for the roles: see ../fleet/roles.py, whose review empties the sums."""
+    """The prompts of an executor, for the roles: see ../executors/roles.py, whose review empties the sums."""
 
     limit: int = 0  # with the role DECODE: longer prompts start elsewhere
     tokens: int = 0  # of prompts, computed since the last review
@@ -215,7 +215,7 @@ class Executor:
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
     drains_since_us: int = 0
-    role: str = ""  # PREFILL, DECODE, or empty: both. See ../fleet/roles.py
+    role: str = ""  # PREFILL, DECODE, or empty: both. See ../executors/roles.py
     sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
     prompts: PromptShare = field(default_factory=PromptShare)
     late_plan: LatePlan = field(default_factory=LatePlan)
@@ -337,7 +337,7 @@ class ModelKind:
 
 @dataclass(slots=True)
 class Roles:
-    """How many executors of a model only prefill, and what that was chosen by: see ../fleet/roles.py."""
+    """How many executors of a model only prefill, and what that was chosen by: see ../executors/roles.py."""
 
     since_us: int  # of the last review
     prefills: int = 0
@@ -386,9 +386,9 @@ class State:
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     roles: dict[str, Roles] = field(default_factory=dict)  # by model
     roles_due_us: int = 0  # the next review
-    some_leave: bool = False  # an executor drains or only prefills: ../fleet/moves.py sets it back
+    some_leave: bool = False  # an executor drains or only prefills: ../executors/moves.py sets it back
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
-    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../fleet/sleep.py
+    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../executors/sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     draining_detokenizers: set[str] = field(default_factory=set)
@@ -427,6 +427,10 @@ class State:
             if not served.executors:
                 del self.by_model[executor.hello.model]
         return executor
+
+    def begin_drain(self, executor: Executor) -> None:
+        """An executor finishes what it has, and gets nothing new."""
+        executor.draining, executor.drains_since_us, self.some_leave = True, self.now_us, True
 
     def watch(self, at_us: int, seq: int) -> None:
         """Look at a sequence at `at_us`."""

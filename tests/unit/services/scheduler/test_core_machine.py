@@ -24,7 +24,7 @@ from support.scheduler.world_checks import ALL, Turns
 
 from services.scheduler import preemption
 from services.scheduler.admission import TRIAL_DEATHS
-from services.scheduler.fleet import roles, sleep
+from services.scheduler.executors import roles, sleep
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     PIN_AFTER_PREEMPTIONS,
