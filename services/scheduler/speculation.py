@@ -38,9 +38,13 @@ def add_drafts(
 ) -> None:
     """Give the first rows of `columns`, decodes of these sequences, their drafts. `alone`: no prompts follow,
     whose computation they would delay."""
-    hello, wanted = executor.hello, [0] * len(rows)
+    hello, wanted = executor.hello, list[int]()
     if alone and len(rows) <= (hello.max_draft_rows or len(rows)):
         wanted = _wanted(state, executor, columns, rows)
+    if not any(wanted):
+        if not any(flight.drafts for flight in executor.in_flight):
+            return  # the step is the same as without speculation
+        wanted = [0] * len(rows)
     left, expected_pm = hello.max_step_tokens - len(rows), 0
     for at, (s, count) in enumerate(zip(rows, wanted, strict=True)):
         if count:

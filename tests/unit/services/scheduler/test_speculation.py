@@ -15,6 +15,7 @@ from support.scheduler.world import World
 from services.scheduler.reports.event_log import state_hash
 from services.scheduler.speculation import _choose
 from services.scheduler.state.cost_model import CostModel
+from services.scheduler.state.counters import StepSpan, step_spans
 from services.scheduler.state.requests import Drafting
 from services.scheduler.state.state import AUTO, Executor, Limits
 from shared.kv_blocks import choice_seed
@@ -189,3 +190,13 @@ def test_executor_type_has_graphs_if_it_bounds_the_rows_with_drafts() -> None:
     world.add_engine("e2", max_drafts=7, max_draft_rows=64)
     executors: dict[str, Executor] = world.scheduler.state.executors
     assert (executors["e1"].has_graphs, executors["e2"].has_graphs) == (False, True)
+
+
+def test_step_spans_have_the_drafts_of_their_steps() -> None:
+    world = busy_world(Limits(speculate=7), 100)
+    records = world.scheduler.state.step_log.ring
+    assert sum(step.drafts for step in records) == world.engines["e1"].drafted
+    assert sum(step.accepted for step in records) == world.engines["e1"].accepted
+    spans = [step_spans(StepSpan(step, 1, ())) for step in records]
+    shown = [span.attributes for (span, *_) in spans if "drafts" in span.attributes]
+    assert len(shown) == sum(step.drafts > 0 for step in records) > 10
