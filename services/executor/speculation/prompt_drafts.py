@@ -7,7 +7,7 @@ as tokens, since a short run is most often chance: a copy has 2, 5, then 8 draft
 that repeats itself goes on repeating: drafts beyond the last token continue with the first of them. A request
 with a prediction finds its drafts there first, also after one token: most often the answer begins like it.
 
-Nothing is kept between steps. A search takes about 2 us, and 1 us more for each 1,000 tokens.
+Nothing is kept between steps.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class PromptDrafts:
     def draft(self, slots: Sequence[int], most: int) -> _Tokens:
         drafts = np.full((len(slots), most), NO_DRAFT, np.int32)
         for row, slot in enumerate(slots):
+            if slot not in self._predictions and not occurs(self._tokens(slot)):
+                continue
             known = np.frombuffer(self._tokens(slot), np.int32)  # dropped before the array grows
             found, length = following(known[-WINDOW:], most, LEAST)
             if slot in self._predictions:
@@ -57,6 +59,17 @@ class PromptDrafts:
                 found = likely if matched >= min(length, len(known) - prompt) and len(likely) else found
             drafts[row, : len(found)] = found
         return drafts
+
+
+def occurs(tokens: Ints) -> bool:
+    """Whether the last LEAST tokens occur earlier. It takes less time than `following`, and most rows of most
+    steps have no drafts."""
+    data = tokens.tobytes()
+    size = tokens.itemsize
+    end, last = len(data) - size, data[-LEAST * size :]
+    while (at := data.rfind(last, 0, end)) > 0 and at % size:
+        end = at + len(last) - 1  # bytes of two tokens
+    return at >= 0
 
 
 def following(last: _Tokens, most: int, least: int, text: _Tokens | None = None) -> tuple[_Tokens, int]:
