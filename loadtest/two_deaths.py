@@ -77,10 +77,12 @@ class Ids:
         if isinstance(message, Open):
             self._names[message.seq] = message.request
         elif isinstance(message, Tokens):
-            for seq, first, token in zip(message.seqs, message.first, message.ids, strict=True):
-                if seq in self._names:  # its Open may have been lost with the server
-                    self.by_request[self._names[seq]][first].add(token)
-                    self.count += 1
+            ids = iter(message.ids)
+            for seq, first, count in zip(message.seqs, message.first, message.counts, strict=True):
+                for nth, token in enumerate(itertools.islice(ids, count)):
+                    if seq in self._names:  # its Open may have been lost with the server
+                        self.by_request[self._names[seq]][first + nth].add(token)
+                        self.count += 1
 
 
 def name_of(pair: str, number: int) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import admission, lifecycle, recovery, results, step_planner
-from services.scheduler.fleet import moves, roles, sleep
+from services.scheduler.executors import moves, roles, sleep
 from services.scheduler.kv_tiers import hosts, load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy

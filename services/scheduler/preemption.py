@@ -696,5 +696,5 @@ def without_chunks_us(executor: Executor, flight: InFlight) -> int:
     plan, rows = flight.plan, len(flight.plan.slots) - len(flight.chunks)
     if not rows:
         return 0
-    cached = sum(plan.starts[:rows])
-    return executor.cost_model.predict_us(StepShape(rows, rows, cached + rows, cached))
+    cached, tokens = sum(plan.starts[:rows]), sum(plan.counts[:rows])
+    return executor.cost_model.predict_us(StepShape(tokens, tokens, cached + tokens, cached))

@@ -27,6 +27,7 @@ from shared.messages import (
     StepResult,
     Tokenized,
     Tokens,
+    ints,
 )
 from shared.step_model import StepShape, shape_of
 
@@ -176,12 +177,12 @@ def _known(tokens: Tokens, readers: Readers) -> Tokens:
     """Without the rows of requests that ran before the log."""
     if all(seq in readers.open for seq in tokens.seqs):
         return tokens
-    known = [seq for seq in tokens.seqs if seq in readers.open]
+    known = [row for row, seq in enumerate(tokens.seqs) if seq in readers.open]
     return Tokens(
         executor=tokens.executor,
         step=tokens.step,
-        seqs=type(tokens.seqs)("i", known),
-        first=tokens.first,
-        counts=tokens.counts,
+        seqs=ints([tokens.seqs[row] for row in known]),
+        first=ints([tokens.first[row] for row in known]),
+        counts=ints([tokens.counts[row] for row in known]),
         ids=tokens.ids,
     )

@@ -153,7 +153,7 @@ class CudaModel:
         eps, layers = self._shapes.norm_eps, self._layers
         layouts = self._tuning.layouts_of(len(step.positions))
         if step.decode is not None:
-            plan_decode(self._works[layouts.decode], step.decode.lengths)
+            plan_decode(self._works[layouts.decode], step.decode)
         chained = layouts.chained
         slot_mapping, dtype = step.resolved.slot_mapping, self._embedding.dtype
         inputs = RopeInputs(self._rotations, step.positions, slot_mapping, chained, dtype)
@@ -191,7 +191,8 @@ class CudaModel:
         query = rope_write(qkv, inputs, norms, self._kv, index, shapes.heads)
         out = torch.empty_like(query)
         if step.decode is not None:
-            rows, work = len(step.decode.lengths), self._works[self._tuning.layouts_of(len(x)).decode]
+            rows = len(step.decode.lengths) * step.decode.queries
+            work = self._works[self._tuning.layouts_of(len(x)).decode]
             attend_decode(query[:rows], self._kv, index, step.decode, work, out[:rows])
         if step.tiles is not None:
             attend_prefill(query, self._kv, index, step.tiles, self._tuning.prefill, out)

@@ -1,4 +1,4 @@
-"""The sequences of a draining executor move to another one, with the same tokens; see fleet/moves.py."""
+"""The sequences of a draining executor move to another one, with the same tokens; see executors/moves.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler import admission, preemption
-from services.scheduler.fleet import moves
+from services.scheduler.executors import moves
 from services.scheduler.kv_tiers import lookups, store
 from services.scheduler.kv_tiers.store import LEFT_TOKENS
 from services.scheduler.state.requests import PeerDraining, Sequence
