@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 from services.executor.engine import Backend, Pending
 from shared.messages import Sampling, SlotOpen, StepPlan, ints
@@ -23,6 +25,7 @@ class Driver:
         self._step = 0
         self.host_us: list[int] = []  # of each step of the last run: processors and masks
         self.forward_us: list[float] = []  # to queue it, and what it waited for
+        self.tokens: list[int] = []  # ids
 
     def open(
         self, slot: int, length: int, room: int, sampling: Sampling | None = None
@@ -37,14 +40,13 @@ class Driver:
         tokens: list[int],
         room: int,
         sampling: Sampling | None = None,
-        logprobs: int = 0,
-        grammar: str = "",
+        **more: Any,
     ) -> tuple[int, list[int]]:
-        """The same with tokens given; greedy by default."""
+        """The same with tokens given; greedy by default. `more` go to SlotOpen."""
         self._backend.open_slot(
             SlotOpen(
                 slot=slot, generation=0, seq=slot, prompt_tokens=len(tokens), tokens=ints(tokens),
-                sampling=sampling or GREEDY, logprobs=logprobs, grammar=grammar,
+                sampling=sampling or GREEDY, **more,
             )
         )  # fmt: skip
         count = -(-room // self._backend.info.block_tokens)
@@ -52,12 +54,12 @@ class Driver:
 
     def plan(
         self,
-        rows: list[tuple[int, int, int, bool]],
+        rows: Sequence[tuple[int, int, int, int]],
         tables: dict[int, list[int]],
         samples: bool = True,
         two_stream: bool = False,
     ) -> StepPlan:
-        """A step of rows (slot, start, count, fed by the device), each sampled; `tables` are set before."""
+        """A step of rows (slot, start, count, `from_device`), each sampled; `tables` are set before."""
         self._step += 1
         slots = [slot for slot, *_ in rows]
         return StepPlan(
@@ -75,11 +77,13 @@ class Driver:
     def run(self, plans: list[StepPlan], in_flight: int = IN_FLIGHT) -> list[float]:
         """Run the plans, some in flight; when each one's ids were there, in seconds from the start."""
         pending: deque[Pending] = deque()
-        self.host_us, self.forward_us = [], []
+        self.host_us, self.forward_us, self.tokens = [], [], []
         ends_s, began_s = [], time.monotonic()
 
         def end() -> None:
-            self.host_us.append(self._backend.sample(pending.popleft()).host_us)
+            output = self._backend.sample(pending.popleft())
+            self.host_us.append(output.host_us)
+            self.tokens.append(len(output.ids))
             ends_s.append(time.monotonic() - began_s)
 
         for plan in plans:

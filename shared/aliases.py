@@ -15,6 +15,7 @@ is not there, the others take its requests, by the same hash.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
@@ -23,6 +24,8 @@ from shared.errors import BadRequest, WireError
 from shared.kv_blocks import rendezvous
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, Subscription
+
+log = logging.getLogger("headrace.aliases")
 
 HEADER = "Headrace-Alias"  # of a request that was sent to an alias, and forwarded to one of its models
 STAMP = "aliases"  # in the load of a tokenizer's heartbeat
@@ -155,8 +158,13 @@ class Aliases:
         return True
 
     def apply_all(self, data: bytes) -> None:
-        """Take a table of another process."""
-        for alias in bodies.decode(list[Alias], data):
+        """Take a table of another process; one in the form of another version is left out."""
+        try:
+            changes = bodies.decode(list[Alias], data)
+        except WireError as error:
+            log.warning("aliases of another version are left out: %s", error)
+            return
+        for alias in changes:
             self.apply(alias)
 
     def pack(self) -> bytes:
@@ -186,15 +194,8 @@ class Aliases:
             self._bus.publish(delivery.reply, self.pack())
 
     def _on_change(self, delivery: Delivery) -> None:
-        try:
-            self.apply(bodies.decode(Alias, delivery.data))
-        except WireError:
-            return  # of another version
+        self.apply_all(b"[%b]" % delivery.data)
 
     def _on_table(self, delivery: Delivery) -> None:
-        if delivery.has_no_responders:
-            return
-        try:
+        if not delivery.has_no_responders:
             self.apply_all(delivery.data)
-        except WireError:
-            return  # of another version

@@ -46,6 +46,7 @@ MAX_NUMBER = 2**53  # of a stream
 MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with its arguments
 MAX_ROW_ERROR_CHARS = 1_000
 MAX_STAGES = 64  # of a pipeline
+MAX_DRAFTS = 64  # of a row
 MAX_SEGMENTS = 256  # timeline segments of a step in its result
 
 WIRE_NAMES = {"Heartbeat": "Beat"}  # kind on the wire by class name, where they differ
@@ -208,7 +209,7 @@ def _options_bytes(message: Paged) -> int:
     if new and size > MAX_OPTIONS_BYTES:  # a resumed request has a few more fields
         raise PayloadTooLarge(
             f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
-            "shorten its grammar, stop strings or logit_bias"
+            "shorten its grammar, stop strings, logit_bias or prediction"
         )
     return size
 
@@ -426,6 +427,8 @@ def _step_plan(m: messages.StepPlan) -> str:
         _has_negative(sampled) or max(sampled) >= rows
     ):
         return "a sample row names no forward row"
+    if messages.AT_DEVICE in m.from_device and (wrong := _drafts(m)):
+        return wrong
     if _has_negative(m.sample_slots) or _has_negative(m.copy_from) or _has_negative(m.copy_to):
         return "a sample row or a copy has a negative number"
     if not tables:
@@ -437,18 +440,38 @@ def _step_plan(m: messages.StepPlan) -> str:
     return "" if _total(m.table_counts) == len(m.table_blocks) else "its table counts do not add up"
 
 
+def _drafts(m: messages.StepPlan) -> str:
+    """Why rows AT_DEVICE are wrong: each is sampled once, in order, for its own slot."""
+    own = [(row, m.slots[row]) for row, fed in enumerate(m.from_device) if fed == messages.AT_DEVICE]
+    pairs = zip(m.sample_rows, m.sample_slots, strict=True)
+    sampled = [pair for pair in pairs if m.from_device[pair[0]] == messages.AT_DEVICE]
+    return "" if sampled == own else "a row at the device's place is not sampled once, for its slot"
+
+
 def _step_result(m: messages.StepResult) -> str:
-    if len(m.ids) != len(m.done):
+    rows = len(m.done)
+    if len(m.ids) != rows and not m.counts:
         return "its columns differ in length"
+    if (m.counts or m.drafted) and (wrong := _counts(m)):
+        return wrong
     if m.queued_us < 0 or m.host_us < 0:
         return "a duration is negative"
     if m.row_errors and (wrong := _row_errors(m)):
         return wrong
-    if not all(0 <= row < len(m.ids) and _is_vector(data) and data for row, data in m.vectors):
+    if not all(0 <= row < rows and _is_vector(data) and data for row, data in m.vectors):
         return "a vector names no row, or is none of float32"
     if m.segments and (wrong := _segments(m.segments)):
         return wrong
     return "" if _has_valid_scores(m) else "its log probabilities do not add up"
+
+
+def _counts(m: messages.StepResult) -> str:
+    if not len(m.counts) == len(m.drafted) == len(m.done):
+        return "its columns differ in length"
+    if min(m.counts) < 1 or sum(m.counts) != len(m.ids):
+        return "its counts do not add up"
+    over = any(count > 1 + drafts for count, drafts in zip(m.counts, m.drafted, strict=True))
+    return "a row has more tokens than its drafts allow" if over or _has_negative(m.drafted) else ""
 
 
 def _segments(segments: messages.Ints) -> str:
@@ -465,7 +488,7 @@ def _is_vector(data: bytes) -> bool:
 
 def _row_errors(m: messages.StepResult) -> str:
     rows = {row for row, _ in m.row_errors}
-    if len(rows) < len(m.row_errors) or min(rows) < 0 or max(rows) >= len(m.ids):
+    if len(rows) < len(m.row_errors) or min(rows) < 0 or max(rows) >= len(m.done):
         return "a row error names no row, or one twice"
     if not all(0 < len(why) <= MAX_ROW_ERROR_CHARS for _, why in m.row_errors):
         return f"a row error is empty or over {MAX_ROW_ERROR_CHARS} characters"
@@ -511,6 +534,8 @@ def _tokenized(m: messages.Tokenized) -> str:
         return "its age or min_tokens is negative"
     if m.pooling < messages.WHOLE_VECTOR:
         return "its pooling is out of range"
+    if _has_negative(m.prediction):
+        return "a token id of its prediction is negative"
     return _processors(m) or _parts(m)
 
 
@@ -526,6 +551,8 @@ def _slot_open(m: messages.SlotOpen) -> str:
         return "slot, max_length, min_tokens, pooling or seed is out of range"
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
         return "its bias columns differ in length"
+    if _has_negative(m.prediction):
+        return "a token id of its prediction is negative"
     return _processors(m) or _parts(m)
 
 
@@ -533,6 +560,7 @@ def _exec_hello(m: messages.ExecHello) -> str:
     sizes = (m.block_tokens, m.max_step_tokens, m.max_context, m.vocab)
     sane = 1 <= m.blocks <= MAX_BLOCKS and 1 <= m.slots <= MAX_SLOTS and min(sizes) >= 1
     sane = sane and 1 <= m.stages <= MAX_STAGES and min(m.two_stream_tokens, m.max_stop_ids) >= 0
+    sane = sane and 0 <= m.max_drafts <= MAX_DRAFTS and m.max_draft_rows >= 0
     return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 

@@ -37,6 +37,7 @@ MOVED = 410  # code of a Rejected or Cancel: another detokenizer answers the cli
 EMBEDDING, EMBEDDING_BASE64 = "embedding", "embedding_base64"  # formats of a request without an answer
 WHOLE_VECTOR = -1  # of `pooling`
 MANY_CALLS = 2  # of `most_calls`: any number
+FROM_HOST, FROM_DEVICE, AT_DEVICE = 0, 1, 2  # of `StepPlan.from_device`
 NO_ROOM, PRESENT = -1, -2  # in `KvReserved.offsets`; PRESENT: in L1 already, no copy needed
 
 ROW_REFUSED = "refused: "  # prefix of a row error that is the client's fault: a 400, not a 500
@@ -205,6 +206,10 @@ class Tokenized:
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
     most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
     run: int = 0  # of a durable request: the number of this run of it, from its keeper; 0: it has none
+    speculate: bool = True  # its rows may have drafts: they change the time of its tokens alone
+    prediction: Ints = field(
+        default_factory=ints
+    )  # tokens that its answer may repeat: drafts are found there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,6 +368,8 @@ class Close:
     executor: str = ""  # the last executor that ran it; empty: never admitted
     chunks: tuple[Chunk, ...] = ()
     vector: bytes = b""  # of a sequence with `pooling`, which has no token: float32, little-endian
+    accepted_drafts: int = -1  # that became tokens of the answer; -1: its request came without a prediction
+    rejected_drafts: int = 0  # that were computed in vain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,6 +419,8 @@ class ExecHello:
     asleep: bool = False  # its device memory is free for others: it computes nothing before ExecWake
     weights: str = ""  # hex, of the weights and shapes alone
     flags: tuple[str, ...] = ()  # with these weights they start an executor of the same `model_digest`
+    max_drafts: int = 0  # of a row; 0: the engine has no drafts
+    max_draft_rows: int = 0  # rows of a step that has drafts; 0: any number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,6 +488,7 @@ class SlotOpen:
     tenant: str = ""  # owner of the grammar: compilation takes tenants in turn
     min_tokens: int = 0  # until then `stop_ids` have no probability
     pooling: int = 0  # as in Tokenized: its sampled row also gives a vector
+    prediction: Ints = field(default_factory=ints)  # as in Tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -515,6 +525,13 @@ class StepPlan:
     Forward rows: tokens [start, start+count) of a slot, read from the host record or, for one token, from
     the device's own last sample. Sample rows: the last position of a forward row samples the next token of a
     slot; one prompt row may serve several slots, a chunk that is not the prompt's last serves none.
+
+    A row AT_DEVICE goes on from the device's own last token and length, and computes up to `counts - 1`
+    drafts after that token: tokens that the executor foresees. Its sample row samples the next token at each
+    of these positions, and keeps the tokens up to the first one that differs from the draft there. `starts`
+    of the row is an upper bound of the length. Rows of a slot that is done, and drafts at or beyond
+    `max_length`, are not computed.
+
     Block-table deltas and block copies apply before the forward pass.
     """
 
@@ -525,7 +542,7 @@ class StepPlan:
     slots: Ints
     starts: Ints
     counts: Ints
-    from_device: Ints  # 1 = the input token is last_token[slot]
+    from_device: Ints  # FROM_DEVICE = the input token is last_token[slot]; AT_DEVICE = the place is, too
     sample_rows: Ints  # index into the forward rows
     sample_slots: Ints
     table_slots: Ints = field(default_factory=ints)  # delta: slot's table from entry `table_first`
@@ -542,12 +559,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """executor -> scheduler: the sampled ids of a step, row for row as `StepPlan.sample_slots`."""
+    """executor -> scheduler: the sampled ids of a step, row for row as `StepPlan.sample_slots`. With `counts`
+    row i owns the next `counts[i]` ids."""
 
     exec_epoch: int
     step: int
     ids: Ints  # -1: the slot had ended before
-    done: Ints  # 1 = this token ended the slot (stop id or length); 2 = it had ended before
+    done: Ints  # by row: 1 = its last token ended the slot (stop id or length); 2 = it had ended before
     start_wall_us: int = 0
     end_wall_us: int = 0
     forward_us: int = 0
@@ -562,12 +580,14 @@ class StepResult:
     published_us: int = 0  # of the previous result: end of its step -> sent
     queued_us: int = 0  # the plan arrived at the executor -> its step started
     host_us: int = 0  # logits processors, on the host
-    # (index into `ids`, reason): only this sequence failed; with ROW_REFUSED the request is at fault
+    # (row, reason): only this sequence failed; with ROW_REFUSED the request is at fault
     row_errors: tuple[tuple[int, str], ...] = ()
     # timeline of a two-stream step, in threes: index into SEGMENT_LANES, start in the step, length (us)
     segments: Ints = field(default_factory=ints)
-    # (index into `ids`, vector as in Close) of the rows with `pooling`
+    # (row, vector as in Close) of the rows with `pooling`
     vectors: tuple[tuple[int, bytes], ...] = ()
+    counts: Ints = field(default_factory=ints)  # ids of each row, from 1 on; empty: one each
+    drafted: Ints = field(default_factory=ints)  # drafts of each row that were computed; with `counts` only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,11 +36,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import quote
 
-from shared.clock import Clock
 from shared.errors import SetupError
+
+if TYPE_CHECKING:
+    from shared.clock import Clock  # which imports asyncio: `headrace --version` needs none
 
 HTTP = "set `http` to another host:port, or to off"  # of the gateway
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # a local address for each wildcard address

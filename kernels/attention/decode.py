@@ -9,7 +9,8 @@ So the grid does not depend on the lengths (a CUDA graph holds it), and all work
 worker has a whole row, it writes the result; the parts of other rows are merged by a second kernel, with a
 program for each border between workers. A worker is one program for each KV head, next to each other in the
 grid, so that the heads of a token are read at about the same time. The query heads that share a KV head are
-the rows of one matrix product. Equal runs of tiles: "Stream-K" (arXiv:2301.03598).
+the rows of one matrix product; a row with drafts has several tokens, whose heads are rows there, too. Equal
+runs of tiles: "Stream-K" (arXiv:2301.03598).
 
 KV in fp8 is read in units of 16 bits, pairs of neighbouring dims, so that all tiles in shared memory have the
 width that the loads of matrix operands transpose. Registers hold the two numbers of a pair in two float16
@@ -43,6 +44,8 @@ _ROW_LIMIT = 1024  # of a step: one program plans it
 @triton.jit(do_not_specialize=["rows"])
 def _plan(
     lengths: tl.tensor,
+    drafts: tl.tensor | None,
+    spans: tl.tensor | None,
     ends: tl.tensor,
     first_rows: tl.tensor,
     rows: tl.tensor,
@@ -51,9 +54,16 @@ def _plan(
     ROWS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
+    QUERIES: tl.constexpr,
 ) -> None:
     at = tl.arange(0, ROWS_PAD)
     length = tl.load(lengths + at, mask=at < rows, other=0)
+    if QUERIES > 1:
+        q = tl.arange(0, QUERIES)
+        is_draft = (at < rows)[:, None] & (q > 0)[None, :]
+        ids = tl.load(drafts + at[:, None] * QUERIES + q[None, :], mask=is_draft, other=-1)
+        length = tl.where(length > 0, length + tl.sum((ids >= 0).to(tl.int32), 1), 0)
+        tl.store(spans + at, length, mask=at < rows)
     end = tl.cumsum((length + TILE - 1) // TILE, 0)
     tl.store(ends + at, end, mask=at < rows)
     each = tl.maximum((tl.max(end, 0) + WORKERS - 1) // WORKERS, LEAST)
@@ -125,6 +135,44 @@ def _scores(
 
 
 @triton.jit
+def _sees(first: tl.tensor, query: tl.tensor, QUERIES: tl.constexpr) -> tl.tensor:
+    """The number of tokens that each of several queries sees."""
+    if QUERIES > 1:
+        query += tl.load(first)
+    return query
+
+
+@triton.jit
+def _masked(
+    scores: tl.tensor, at: tl.tensor, inside: tl.tensor, sees: tl.tensor, QUERIES: tl.constexpr
+) -> tl.tensor:
+    """Scores without the tokens that a query does not see. With several queries one may see none of a tile:
+    its scores are finite then."""
+    seen = inside[None, :]
+    if QUERIES > 1:
+        seen = seen & (at[None, :] < sees[:, None])
+    return tl.where(seen, scores, -float("inf") if QUERIES == 1 else -1.0e30)
+
+
+@triton.jit
+def _keep_part(
+    partial: tl.tensor,
+    sums: tl.tensor,
+    part: tl.tensor,
+    acc: tl.tensor,
+    top: tl.tensor,
+    mass: tl.tensor,
+    in_out: tl.tensor,
+    GROUP_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> None:
+    g, d = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
+    tl.store(partial + part * (GROUP_PAD * DIM_PAD) + g[:, None] * DIM_PAD + d[None, :], acc, mask=in_out)
+    tl.store(sums + part * 2 * GROUP_PAD + g, top)
+    tl.store(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mass)
+
+
+@triton.jit
 def _seen(
     acc: tl.tensor,
     acc_odd: tl.tensor,
@@ -173,6 +221,7 @@ def _attend(
     tables: tl.tensor,
     slots: tl.tensor,
     lengths: tl.tensor,
+    firsts: tl.tensor,
     ends: tl.tensor,
     first_rows: tl.tensor,
     out: tl.tensor,
@@ -187,6 +236,7 @@ def _attend(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -210,14 +260,14 @@ def _attend(
     row = tl.load(first_rows + worker)
     g, n = tl.arange(0, GROUP_PAD), tl.arange(0, TILE)
     d, all_d = tl.arange(0, UNITS_PAD), tl.arange(0, DIM_PAD)
-    heads = head * GROUP + g
-    in_query = (g < GROUP)[:, None] & (d < UNITS)[None, :]
-    in_out = (g < GROUP)[:, None] & (all_d < DIM)[None, :]
+    heads = (g // GROUP) * (KV_HEADS * GROUP) + head * GROUP + g % GROUP
+    in_query = (g < QUERIES * GROUP)[:, None] & (d < UNITS)[None, :]
+    in_out = (g < QUERIES * GROUP)[:, None] & (all_d < DIM)[None, :]
     token_stride: tl.constexpr = KV_HEADS * UNITS
     plane = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * UNITS
     keys, values = plane + d[None, :], plane + BLOCK_TOKENS * token_stride + d[None, :]
     some = tl.minimum(row, rows - 1)
-    length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some)
+    length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some * QUERIES)
     if CHAINED:  # noqa: SIM102 - one is known when this is compiled, the other not
         if own < stop:  # the first tile is fetched while the kernels before compute the newest token
             at = (own - row_end + (length + TILE - 1) // TILE) * TILE + n
@@ -230,12 +280,13 @@ def _attend(
         row_begin = row_end - (length + TILE - 1) // TILE
         last = tl.minimum(stop, row_end)
         table = tables + slot.to(tl.int64) * table_blocks
-        at_row = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + heads[:, None] * DIM
+        at_row = row.to(tl.int64) * (QUERIES * KV_HEADS * GROUP * DIM) + heads[:, None] * DIM
         q, q_odd, scales = _queries(query + at_row + d[None, :] * EACH, in_query, scale, PAIRED)
         acc = tl.zeros([GROUP_PAD, UNITS_PAD], tl.float32)
         acc_odd = acc
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
         mass = tl.zeros([GROUP_PAD], tl.float32)
+        sees = _sees(firsts + some, g // GROUP, QUERIES)
         for i in tl.range(tile - row_begin, last - row_begin, num_stages=STAGES):
             at = i * TILE + n
             inside = at < length
@@ -243,7 +294,7 @@ def _attend(
             readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < UNITS)[None, :]
             k = tl.load(keys + token, mask=readable, other=0)
             scores = _scores(q, q_odd, k, PRECISION, PAIRED, INTERPRETED)
-            scores = tl.where(inside[None, :], scores * scales[:, None], -float("inf"))
+            scores = _masked(scores * scales[:, None], at, inside, sees, QUERIES)
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
@@ -259,14 +310,11 @@ def _attend(
                 tl.store(out + at_row + all_d[None, :], done, mask=in_out)
             else:
                 part = (worker * 2 + (tile != own).to(tl.int32)) * KV_HEADS + head
-                at_part = part * (GROUP_PAD * DIM_PAD) + g[:, None] * DIM_PAD + all_d[None, :]
-                tl.store(partial + at_part, acc, mask=in_out)
-                tl.store(sums + part * 2 * GROUP_PAD + g, top)
-                tl.store(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mass)
+                _keep_part(partial, sums, part, acc, top, mass, in_out, GROUP_PAD, DIM_PAD)
         tile = last
         row += 1
         some = tl.minimum(row, rows - 1)
-        length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some)
+        length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some * QUERIES)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -282,6 +330,7 @@ def _merge(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
@@ -290,8 +339,9 @@ def _merge(
     CHAINED: tl.constexpr,
 ) -> None:
     begin(CHAINED)
-    worker, head = tl.program_id(0), tl.program_id(1) // GROUP
-    g = tl.program_id(1) % GROUP
+    worker, head = tl.program_id(0), tl.program_id(1) // GROUP % KV_HEADS
+    query = tl.program_id(1) // (GROUP * KV_HEADS)
+    g = query * GROUP + tl.program_id(1) % GROUP
     total = tl.load(ends + rows - 1)
     each = tl.maximum((total + WORKERS - 1) // WORKERS, LEAST)
     border = (worker + 1) * each
@@ -319,7 +369,8 @@ def _merge(
                 acc = acc * shrink + tl.sum(parts * shrinks[:, None], 0)
                 mass = mass * shrink + tl.sum(masses * shrinks, 0)
                 top = new_top
-            at_out = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + (head * GROUP + g) * DIM + d
+            at_out = (row.to(tl.int64) * QUERIES + query) * (KV_HEADS * GROUP * DIM)
+            at_out += (head * GROUP + g % GROUP) * DIM + d
             tl.store(out + at_out, (acc / mass).to(out.dtype.element_ty), mask=d < DIM)
 
 
@@ -341,31 +392,38 @@ class DecodeWork:
     tuning: Tuning
     workers: int
     ends: Tensor  # [rows], number of tiles up to the end of each row
+    spans: Tensor  # [rows], tokens that the last query of each row sees
     first_rows: Tensor  # [workers + 1]
-    partial: Tensor  # [workers * 2, kv_heads, group, head_dim], float32
-    sums: Tensor  # [workers * 2, kv_heads, 2, group]: maximum and mass
+    partial: Tensor  # [workers * 2, kv_heads, most queries * group, head_dim], float32
+    sums: Tensor  # [workers * 2, kv_heads, 2, most queries * group]: maximum and mass
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of a step: `slots` and `lengths` `[rows]` int32, `tables` `[slots, blocks]` int32. The result of a
-    row of length 0 is undefined."""
+    """Rows of a step: `slots` `[rows * queries]` and `lengths` `[rows]` int32, `tables` `[slots, blocks]`
+    int32. The result of a row of length 0 is undefined.
+
+    A row has `queries` tokens of one slot, and each sees one token more than the one before, the first one
+    `lengths[row]`. `ids` `[rows * queries]` int32: a negative number, from the second token of a row on, is
+    no token, nor are those after it; their results are undefined."""
 
     slots: Tensor
     lengths: Tensor
     tables: Tensor
+    queries: int = 1
+    ids: Tensor | None = None
 
 
 def decode_work(
-    kv: Tensor, heads: int, rows: int, processors: int, tuning: Tuning | None = None
+    kv: Tensor, heads: int, rows: int, processors: int, tuning: Tuning | None = None, queries: int = 1
 ) -> DecodeWork:
-    """Memory for steps of up to `rows` rows over the cache `kv`, on a GPU of so many multiprocessors. Raises
-    ValueError for too many rows."""
+    """Memory for steps of up to `rows` rows of up to `queries` tokens over the cache `kv`, on a GPU of so
+    many multiprocessors. Raises ValueError for too many rows."""
     chosen, kv_heads = tuning or Tuning(), kv.shape[4]
     if rows > _ROW_LIMIT:
         raise ValueError(f"{rows} rows in a step; at most {_ROW_LIMIT}")
     workers = max(1, processors * chosen.per_sm // kv_heads)
-    group, dim = _padded(heads // kv_heads), _padded(kv.shape[5], _LEAST_DIM)
+    group, dim = _padded(queries * (heads // kv_heads)), _padded(kv.shape[5], _LEAST_DIM)
 
     def room(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=kv.device)
@@ -374,47 +432,50 @@ def decode_work(
         tuning=chosen,
         workers=workers,
         ends=room(rows, dtype=torch.int32),
+        spans=room(rows, dtype=torch.int32),
         first_rows=room(workers + 1, dtype=torch.int32),
         partial=room(workers * 2, kv_heads, group, dim, dtype=torch.float32),
         sums=room(workers * 2, kv_heads, 2, group, dtype=torch.float32),
     )
 
 
-def plan_decode(work: DecodeWork, lengths: Tensor) -> None:
+def plan_decode(work: DecodeWork, step: DecodeRows) -> None:
     """Divide the rows of a step among the workers: once a step, for all layers."""
-    rows = len(lengths)
+    rows = len(step.lengths)
     _plan[(1,)](
-        lengths, work.ends, work.first_rows, rows, WORKERS=work.workers, WORKERS_PAD=work.workers + 1,
-        ROWS_PAD=max(16, triton.next_power_of_2(rows)), TILE=work.tuning.tile_tokens,
-        LEAST=_least(work.tuning), num_warps=4,
+        step.lengths, step.ids, work.spans, work.ends, work.first_rows, rows, WORKERS=work.workers,
+        WORKERS_PAD=work.workers + 1, ROWS_PAD=max(16, triton.next_power_of_2(rows)),
+        TILE=work.tuning.tile_tokens, LEAST=_least(work.tuning), QUERIES=step.queries, num_warps=4,
     )  # fmt: skip
 
 
 def attend_decode(
     query: Tensor, kv: Tensor, layer: int, rows: DecodeRows, work: DecodeWork, out: Tensor
 ) -> None:
-    """Attention of each of `rows` with its query `[rows, heads, head_dim]` into `out`, of the same shape.
-    Call `plan_decode` with the same lengths before."""
-    count, heads, dim = query.shape[0], query.shape[1], query.shape[2]
+    """Attention of each of `rows` with its queries `[rows * queries, heads, head_dim]` into `out`, of the
+    same shape. Call `plan_decode` with the same rows before."""
+    count, heads, dim = query.shape[0] // rows.queries, query.shape[1], query.shape[2]
     kv_heads, block_tokens = kv.shape[4], kv.shape[3]
     group, paired = heads // kv_heads, kv.dtype == FP8
+    spans = rows.lengths if rows.queries == 1 else work.spans
     if paired:
         kv = kv.view(torch.uint16)
     sizes = {
-        "WORKERS": work.workers, "KV_HEADS": kv_heads, "GROUP": group, "GROUP_PAD": _padded(group),
+        "WORKERS": work.workers, "KV_HEADS": kv_heads, "GROUP": group, "QUERIES": rows.queries,
+        "GROUP_PAD": _padded(rows.queries * group),
         "DIM": dim, "DIM_PAD": _padded(dim, _LEAST_DIM), "TILE": work.tuning.tile_tokens,
         "LEAST": _least(work.tuning), "CHAINED": work.tuning.chained, "launch_pdl": work.tuning.chained,
     }  # fmt: skip
     _attend[(work.workers * kv_heads,)](
-        query, kv, rows.tables, rows.slots, rows.lengths, work.ends, work.first_rows, out,
+        query, kv, rows.tables, rows.slots, spans, rows.lengths, work.ends, work.first_rows, out,
         work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0), dim**-0.5 * _LOG2_E,
         **sizes, PAIRED=paired, INTERPRETED=not kv.is_cuda, BLOCK_TOKENS=block_tokens,
         STAGES=work.tuning.stages, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=work.tuning.warps,
     )  # fmt: skip
     if work.workers > 1:
-        _merge[(work.workers - 1, heads)](
-            rows.lengths, work.ends, work.first_rows, out, work.partial, work.sums, count,
+        _merge[(work.workers - 1, rows.queries * heads)](
+            spans, work.ends, work.first_rows, out, work.partial, work.sums, count,
             **sizes, PARTS=_PARTS, num_warps=2,
         )  # fmt: skip
 

@@ -333,8 +333,12 @@ def rope_write(
     return query
 
 
-FROM_DEVICE = -1  # in place of the id of a device-fed token
+# In place of the id of a device-fed token; the i-th draft after it is i less.
+FROM_DEVICE = -1
+NO_DRAFT = -1_000  # in place of the id of a draft that is not wanted, or that the slot does not have
+AT_PLACE = -1_000_000  # in place of the position of a slot's last token, where only the device has it
 _INPUTS_BLOCK = 128
+_FROM_DEVICE, _NO_DRAFT, _AT_PLACE = (tl.constexpr(each) for each in (FROM_DEVICE, NO_DRAFT, AT_PLACE))
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "table_blocks", "spare", "spare_slot"])
@@ -343,6 +347,9 @@ def _resolve(
     tables: tl.tensor,
     last_tokens: tl.tensor,
     done: tl.tensor,
+    places: tl.tensor | None,
+    drafts: tl.tensor | None,
+    max_lengths: tl.tensor | None,
     ids: tl.tensor,
     slot_mapping: tl.tensor,
     lengths: tl.tensor,
@@ -353,6 +360,9 @@ def _resolve(
     spare_slot: tl.tensor,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    MOST_DRAFTS: tl.constexpr,
+    PLACED: tl.constexpr,
 ) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tokens
@@ -361,13 +371,53 @@ def _resolve(
     given = tl.load(columns + 2 * tokens + at, mask=inside, other=0)
     last = tl.load(last_tokens + slot, mask=inside, other=0)
     ended = tl.load(done + slot, mask=inside, other=1)
-    block = tl.load(tables + slot * table_blocks + position // BLOCK_TOKENS, mask=inside, other=0)
+    table = tables + slot * table_blocks
+    if PLACED:
+        place = tl.load(places + slot, mask=inside, other=0)
+        is_draft = given < _FROM_DEVICE
+        ahead = tl.where(is_draft & (given > _NO_DRAFT), _FROM_DEVICE - given, 0)
+        draft = tl.load(drafts + slot * MOST_DRAFTS + ahead - 1, mask=ahead > 0, other=-1)
+        position = tl.where(position <= _AT_PLACE, place + ahead, position)
+        sound = (draft >= 0) & (ended == 0)
+        sound = sound & (position + 1 < tl.load(max_lengths + slot, mask=ahead > 0, other=0))
+        sound = sound & (tl.load(table + position // BLOCK_TOKENS, mask=sound, other=0) != spare)
+        position = tl.where(is_draft & (sound == 0), place, position)
+        given = tl.where(is_draft, tl.where(sound, draft, _NO_DRAFT), given)
+        ended = tl.where(is_draft & (sound == 0), 1, ended)
+        tl.store(columns + tokens + at, position, mask=inside)
+        tl.store(columns + 2 * tokens + at, given, mask=inside)
+    block = tl.load(table + position // BLOCK_TOKENS, mask=inside, other=0)
     block = tl.where(ended != 0, spare, block)
     decode_rows = tl.load(columns + 3 * tokens)
     tl.store(ids + at, tl.where(given < 0, last, given), mask=inside)
     tl.store(slot_mapping + at, block * BLOCK_TOKENS + position % BLOCK_TOKENS, mask=inside)
-    attends = (at < decode_rows) & (slot != spare_slot) & (ended == 0)
-    tl.store(lengths + at, tl.where(attends, position + 1, 0), mask=at < rows)
+    row = at // QUERIES
+    attends = (row < decode_rows) & (slot != spare_slot) & (ended == 0)
+    tl.store(lengths + row, tl.where(attends, position + 1, 0), mask=(row < rows) & (at % QUERIES == 0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _place_tiles(
+    slots: tl.tensor,
+    rows: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    ids: tl.tensor,
+    places: tl.tensor,
+    count: tl.tensor,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(starts + i, mask=i < count, other=0)
+    placed = start < 0
+    place = tl.load(places + tl.load(slots + i, mask=placed, other=0), mask=placed, other=0)
+    tl.store(starts + i, place + start - _AT_PLACE, mask=placed)
+    tokens, row = tl.load(counts + i, mask=placed, other=0), tl.load(rows + i, mask=placed, other=0)
+    q = tl.arange(0, QUERIES)
+    there = placed[:, None] & (q[None, :] < tokens[:, None])
+    its = tl.load(ids + row[:, None] + q[None, :], mask=there, other=_NO_DRAFT)
+    tl.store(counts + i, tl.sum((its > _NO_DRAFT).to(tl.int32), 1), mask=placed)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -398,6 +448,19 @@ class SlotState:
     tables: Tensor  # [slots + 1, blocks]
     last_tokens: Tensor  # [slots + 1]
     done: Tensor  # [slots + 1]
+    drafts: DraftState | None = None  # None: the host has all places
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What the device has of slots whose steps may have drafts, int32."""
+
+    places: Tensor  # [slots + 1], the position of the last token
+    ids: Tensor  # [slots + 1, most], the drafts of the next step, in order; negative: there is none
+    max_lengths: Tensor  # [slots + 1]
+    prompts: Tensor  # [slots + 1], tokens before the answer
+    predicted: Tensor  # [slots + 1], tokens that the answer may repeat: at the end of the slot's `history`
+    history: Tensor  # [slots + 1, context + 1], tokens by position
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,16 +473,35 @@ class Resolved:
     lengths: Tensor  # [rows], tokens of context; 0 for rows that are no-ops
 
 
-def resolve(columns: Tensor, state: SlotState, spare: int, block_tokens: int, found: Resolved) -> None:
+def resolve(
+    columns: Tensor, state: SlotState, spare: int, block_tokens: int, found: Resolved, queries: int = 1
+) -> None:
     """Resolve the tokens of a step. `columns` is `[3 * tokens + 1]` int32: slots, positions, ids (FROM_DEVICE
-    for the slot's last token), and the number of decode rows, which come first. KV of done slots goes to the
-    block `spare`."""
-    tokens = len(found.ids)
+    for the slot's last token, less for its drafts), and the number of decode rows of `queries` tokens, which
+    come first. KV of done slots and of missing drafts goes to the block `spare`.
+
+    With `state.drafts` the positions and the ids of drafts are written to `columns`; a missing draft is
+    NO_DRAFT, and none is at or beyond its slot's largest length or in a block that its table lacks."""
+    tokens, drafts = len(found.ids), state.drafts
+    placed = (None, None, None) if drafts is None else (drafts.places, drafts.ids, drafts.max_lengths)
     _resolve[(triton.cdiv(tokens, _INPUTS_BLOCK),)](
-        columns, state.tables, state.last_tokens, state.done, found.ids, found.slot_mapping, found.lengths,
-        tokens, len(found.lengths), state.tables.shape[1], spare, len(state.done) - 1,
-        BLOCK_TOKENS=block_tokens, BLOCK=_INPUTS_BLOCK, num_warps=4,
+        columns, state.tables, state.last_tokens, state.done, *placed, found.ids, found.slot_mapping,
+        found.lengths, tokens, len(found.lengths), state.tables.shape[1], spare, len(state.done) - 1,
+        BLOCK_TOKENS=block_tokens, BLOCK=_INPUTS_BLOCK, QUERIES=queries,
+        MOST_DRAFTS=0 if drafts is None else drafts.ids.shape[1], PLACED=drafts is not None, num_warps=4,
     )  # fmt: skip
+
+
+def place_tiles(
+    tiles: tuple[Tensor, Tensor, Tensor, Tensor], ids: Tensor, places: Tensor, queries: int
+) -> None:
+    """The slots, token rows, starts and counts `[tiles]` of tiles of attention, in place: a start that the
+    host gave as AT_PLACE + n is n tokens after the place of its slot, and such a tile, of up to `queries`
+    tokens, ends before the first one that has NO_DRAFT among the resolved `ids` `[tokens]`."""
+    count = len(tiles[0])
+    _place_tiles[(triton.cdiv(count, _INPUTS_BLOCK),)](
+        *tiles, ids, places, count, QUERIES=queries, BLOCK=_INPUTS_BLOCK, num_warps=4
+    )
 
 
 def scatter(at: Tensor, values: Tensor, target: Tensor) -> None:

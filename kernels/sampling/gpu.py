@@ -313,20 +313,27 @@ def _choose(
     done: tl.tensor,
     max_lengths: tl.tensor,
     stop_ids: tl.tensor,
+    places: tl.tensor | None,
+    history: tl.tensor | None,
     ids: tl.tensor,
     dones: tl.tensor,
     vocab: tl.tensor,
     groups: tl.tensor,
+    history_width: tl.tensor,
     GROUPS_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     TRIED: tl.constexpr,
     CANDIDATES: tl.constexpr,
     SCAN: tl.constexpr,
     STOPS: tl.constexpr,
+    PLACED: tl.constexpr,
+    VERIFIES: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position, seed = tl.load(positions + row), tl.load(seeds + slot)
+    if PLACED:
+        position = tl.where(position < 0, tl.load(places + slot) - position, position)
     parameters += slot * _COLUMNS
     top_k, top_p = tl.load(parameters + _TOP_K).to(tl.int32), tl.load(parameters + _TOP_P)
     min_p = tl.load(parameters + _MIN_P)
@@ -368,11 +375,18 @@ def _choose(
     stopped = tl.sum((tl.load(stop_ids + slot * STOPS + s) == answer).to(tl.int32), 0) > 0
     stopped = stopped | (position + 1 >= tl.load(max_lengths + slot))
     ended = tl.where(sound, stopped.to(tl.int32), _INVALID)
-    tl.store(ids + row, tl.where(before != 0, -1, answer))
-    tl.store(dones + row, tl.where(before != 0, 2, ended))
-    if before == 0:
-        tl.store(last_tokens + slot, tl.maximum(answer, 0))  # must be a token: it is read again
-        tl.store(done + slot, tl.where(ended != 0, 1, 0))
+    if VERIFIES:
+        tl.store(ids + row, answer)
+        tl.store(dones + row, ended)
+    else:
+        tl.store(ids + row, tl.where(before != 0, -1, answer))
+        tl.store(dones + row, tl.where(before != 0, 2, ended))
+        if before == 0:
+            tl.store(last_tokens + slot, tl.maximum(answer, 0))  # must be a token: it is read again
+            tl.store(done + slot, tl.where(ended != 0, 1, 0))
+            if PLACED:
+                tl.store(places + slot, position)
+                tl.store(history + slot * history_width + position, tl.maximum(answer, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +402,8 @@ class Choices:
     done: Tensor  # int32
     masked: Tensor  # int32, whether the slot has a mask
     masks: Tensor  # uint8, see `mask_room`
+    places: Tensor | None = None  # int32, the position of each slot's last token; None: hosts have it
+    history: Tensor | None = None  # [slots, context + 1] int32, with `places`: the tokens by position
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,12 +435,24 @@ def mask_room(slots: int, vocab: int, device: torch.device) -> Tensor:
 
 
 def choose(
-    logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Tensor
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    choices: Choices,
+    room: Scratch,
+    chosen: Tensor,
+    *,
+    verifies: bool = False,
 ) -> None:
     """A token for each row of `logits` `[rows, vocab]`, for slot `slots[row]` at position `positions[row]` of
-    its sequence. `chosen` `[2, rows]` int32 gets the ids and done, as in a StepResult: done slots id -1 and
-    done 2, rows without a finite largest logit id -1 and done INVALID. Logits that a mask forbids change."""
+    its sequence; -n is n positions after the slot's place. `chosen` `[2, rows]` int32 gets the ids and done,
+    as in a StepResult: done slots id -1 and done 2, rows without a finite largest logit id -1 and done
+    INVALID. Logits that a mask forbids change.
+
+    If it `verifies`, slots stay as they are, and `chosen` has what each row would be of a slot that is not
+    done: kernels.drafts accepts some."""
     rows, vocab = logits.shape
+    history = choices.history
     groups = triton.cdiv(vocab, GROUP_TOKENS)
     _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](
         logits, slots, choices.parameters, choices.masked, choices.masks, room.maxima, room.masses, vocab,
@@ -433,8 +461,10 @@ def choose(
     _choose[(rows,)](
         logits, slots, positions, choices.parameters, choices.seeds, room.maxima, room.masses, room.listed,
         room.candidates, choices.last_tokens, choices.done, choices.max_lengths, choices.stop_ids,
-        chosen[0], chosen[1], vocab, groups, GROUPS_PAD=_padded(groups), GROUP=GROUP_TOKENS, TRIED=_TRIED,
-        CANDIDATES=_CANDIDATES, SCAN=_SCAN, STOPS=choices.stop_ids.shape[1], num_warps=8,
+        choices.places, history, chosen[0], chosen[1], vocab, groups,
+        0 if history is None else history.shape[1], GROUPS_PAD=_padded(groups), GROUP=GROUP_TOKENS,
+        TRIED=_TRIED, CANDIDATES=_CANDIDATES, SCAN=_SCAN, STOPS=choices.stop_ids.shape[1],
+        PLACED=choices.places is not None, VERIFIES=verifies, num_warps=8,
     )  # fmt: skip
 
 

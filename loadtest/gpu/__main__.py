@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,13 @@ import triton
 
 from loadtest.bench.machine import commit
 from loadtest.command_line import parser_of
-from loadtest.gpu import engine, formats, limits, ranks, rig, structured
+from loadtest.gpu import engine, formats, limits, ranks, rig, speculation, structured
 
 # Engines of their own: there is no room for another one.
-OWN = {"formats": formats.formats, "experts": formats.experts}
+OWN = {
+    "formats": formats.formats, "experts": formats.experts, "same_ids": speculation.same_ids,
+    "copies": speculation.copies, "speculation": speculation.speculation,
+}  # fmt: skip
 SHARED: dict[str, Callable[[rig.Built, dict[str, float], int], Any]] = {
     "decode": lambda built, floors, _: engine.decode(built, floors),
     "mixed": lambda built, *_: engine.mixed(built),
@@ -70,6 +74,7 @@ def main() -> None:
         except (RuntimeError, ValueError, AssertionError) as error:  # what fails does not end the rest
             bench.found[name] = f"{type(error).__name__}: {error}"
             print(name, bench.found[name], flush=True)
+            traceback.print_exc()
         print(f"{name}: {time.monotonic() - began_s:.1f} s", flush=True)
         torch.cuda.empty_cache()  # the next engine sizes its cache from what is free
         if given.out:

@@ -138,6 +138,6 @@ def _sampling_us(engine: Any, count: int) -> float:
     @torch.inference_mode()
     def again() -> None:
         for _ in range(REPEATS):
-            engine._runner.sample(count, *engine._runner.answer())
+            engine._runner.sample(count, *engine._runner.answer(count))
 
     return 1e3 * eager_ms(again, 3) / REPEATS

@@ -42,7 +42,7 @@ from shared import messages
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import ASLEEP, NEED, ONLY_TIER, SLEEPS, Peer, Peers, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
-from shared.config import Settings
+from shared.config import MOST_DRAFTS, Settings
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import rendezvous
 from shared.processes import importing
@@ -75,7 +75,6 @@ OF_MODELS = {  # what builds the engine of a model; None: another engine is for 
 GROUPS = {  # what runs several ranks
     "ranks": "services.executor.group.driver:build_group",
 }
-_US = 1e6
 
 Build = Callable[["TorchOptions"], Backend]
 
@@ -171,7 +170,7 @@ class ExecutorActor(Actor):
             case messages.ExecSleep(exec_epoch=epoch) | messages.ExecWake(exec_epoch=epoch):
                 if epoch == self._exec_epoch:
                     self._switch(asleep=isinstance(message, messages.ExecSleep))
-            case _ if self._welcomed and not self._asleep:
+            case _ if self._is_welcomed and not self._asleep:
                 self._apply(message)
 
     def on_restart(self, source: str) -> None:
@@ -187,7 +186,7 @@ class ExecutorActor(Actor):
             return
         if not self._scheduler and peer.heartbeat.model == self._backend.info.model:
             self._choose_scheduler(peer.heartbeat.actor)
-        elif peer.source == self._scheduler and not self._welcomed:
+        elif peer.source == self._scheduler and not self._is_welcomed:
             self._send_hello()
 
     def on_peer_gone(self, peer: Peer) -> None:
@@ -207,7 +206,7 @@ class ExecutorActor(Actor):
         for what, since_us in (("step", self._device.since_us), ("copy", copying_us)):
             if since_us and self._mailbox.clock.now_us() - since_us > STUCK_US:
                 raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
-        if self._backend is not None and self._welcomed:
+        if self._backend is not None and self._is_welcomed:
             self._has_other_vocabulary()
         if self._scheduler:
             self._send_hello()
@@ -216,11 +215,11 @@ class ExecutorActor(Actor):
                 self._choose_scheduler(draining)
 
     @property
-    def _welcomed(self) -> bool:
+    def _is_welcomed(self) -> bool:
         return self._incarnation is Incarnation.SERVING
 
     @property
-    def _switches(self) -> bool:
+    def _is_switching(self) -> bool:
         return self._incarnation in (Incarnation.STOPPING, Incarnation.SWITCHING)
 
     def heartbeat_payload(self) -> HeartbeatPayload:
@@ -233,13 +232,13 @@ class ExecutorActor(Actor):
                 load[ONLY_TIER] = 1
             if info.memory_bytes:
                 load |= {NEED: info.memory_bytes >> 20, SLEEPS: int(info.sleeps)}
-        if self._asleep and not self._switches:
+        if self._asleep and not self._is_switching:
             load[ASLEEP] = 1
         return HeartbeatPayload(
             model=model,
             load=tuple(load.items()),
             arena_generation=self._arenas.worker.generation if self._arenas is not None else 0,
-            scheduler=self._scheduler.removeprefix("scheduler.") if self._welcomed else "",
+            scheduler=self._scheduler.removeprefix("scheduler.") if self._is_welcomed else "",
             counts=lately(self._counted),
         )
 
@@ -314,7 +313,7 @@ class ExecutorActor(Actor):
             return
         box = self._mailbox  # not below its epoch: a scheduler would take it for that of a process before
         self._exec_epoch = epoch = max(box.clock.wall_us(), box.epoch, self._exec_epoch + 1)
-        if not self._switches:
+        if not self._is_switching:
             self._incarnation = Incarnation.JOINING
         self._kept_out = ""
         self._last_step = 0
@@ -366,7 +365,7 @@ class ExecutorActor(Actor):
             f"its tokens are not those of {other}: the files of {info.model!r} are not those "
             "with which that one was started; put these back, or start all services of the model again"
         )
-        if self._welcomed:
+        if self._is_welcomed:
             raise SetupError(why)
         if why != self._kept_out:
             log.warning("it does not join: %s", why)
@@ -418,7 +417,7 @@ class ExecutorActor(Actor):
 def scheduler_for(peers: Peers, model: str, executor: str) -> str:
     """The scheduler of `model` that `executor` joins, "" without one. First a scheduler with requests and no
     executor, then one with executors, which checks the kind of this one: a scheduler without executors gets
-    some from others (scheduler/fleet/roles.py). The executors of a dead scheduler are dealt out in the
+    some from others (scheduler/executors/roles.py). The executors of a dead scheduler are dealt out in the
     order of their names, each to the scheduler with the fewest, then by rendezvous."""
     ready, served = peers.ready("scheduler", model), peers.executors_of(model)
 
@@ -559,6 +558,7 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         overlap_comm=settings.overlap_comm,
         deterministic=settings.deterministic,
         processors=processors,
+        max_drafts=MOST_DRAFTS if settings.most_drafts else 0,
         report_grammar=lambda of_grammar: news.report(of_grammar),
     )
     return build, options, encodes

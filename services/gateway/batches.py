@@ -13,7 +13,8 @@ The parser of starlette's own forms, which keep a file on disk, is the same: pyt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from functools import partial
 from typing import Any
 
 from python_multipart.exceptions import MultipartParseError
@@ -25,7 +26,7 @@ from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import SlowRequest, answer
 from services.gateway.native_call import BODY_TIMEOUT_S, check_coding, fields_of, read_body
-from shared.bodies import WINDOW
+from shared import bodies
 from shared.client.file_client import FileClient, asked
 from shared.errors import BadRequest, Cancelled, Overloaded
 from shared.nats import subjects
@@ -62,19 +63,6 @@ class BatchApi:
             self._uploads -= 1
         return answer(_public(found))
 
-    async def files(self, request: Request) -> Response:
-        """`GET /v1/files`."""
-        found = await (await self._files(request)).request("list", _query(request))
-        return answer({**found, "data": [_public(each) for each in found["data"]]})
-
-    async def file(self, request: Request) -> Response:
-        """`GET /v1/files/{id}`."""
-        return answer(_public(await (await self._files(request)).request("show", _named(request))))
-
-    async def delete(self, request: Request) -> Response:
-        """`DELETE /v1/files/{id}`."""
-        return answer(await (await self._files(request)).request("delete", _named(request)))
-
     async def content(self, request: Request) -> Response:
         """`GET /v1/files/{id}/content`."""
         content, chunks = await (await self._files(request)).read(request.path_params["id"])
@@ -87,21 +75,12 @@ class BatchApi:
         fields = fields_of(await read_body(request, MAX_BATCH_BYTES))
         return answer(await asked(client, subjects.batches(client.tenant, "create"), fields))
 
-    async def batches(self, request: Request) -> Response:
-        """`GET /v1/batches`."""
-        return await self._batch(request, "list", _query(request))
-
-    async def batch(self, request: Request) -> Response:
-        """`GET /v1/batches/{id}`."""
-        return await self._batch(request, "show", _named(request))
-
-    async def cancel(self, request: Request) -> Response:
-        """`POST /v1/batches/{id}/cancel`."""
-        return await self._batch(request, "cancel", _named(request))
-
-    async def _batch(self, request: Request, verb: str, body: Body) -> Response:
+    async def ask(self, request: Request, *, of: Callable[[str, str], str], verb: str) -> Response:
+        """What a keeper answers about files or batches; `of` has its subject."""
         client = await self._client_of(request)
-        return answer(await asked(client, subjects.batches(client.tenant, verb), body))
+        body = _query(request) if verb == "list" else {"id": request.path_params["id"]}
+        found = _public(await asked(client, of(client.tenant, verb), body))
+        return answer({**found, "data": [*map(_public, found["data"])]} if verb == "list" else found)
 
     async def _files(self, request: Request) -> FileClient:
         return FileClient(await self._client_of(request), self._clock)
@@ -139,10 +118,6 @@ def _public(meta: Body) -> Body:
     return {name: value for name, value in meta.items() if name not in PRIVATE}
 
 
-def _named(request: Request) -> Body:
-    return {"id": request.path_params["id"]}
-
-
 def _query(request: Request) -> Body:
     """The parameters of a list. Raises BadRequest."""
     body: Body = dict(request.query_params)
@@ -175,7 +150,7 @@ _TIMES = (
     "cancelled_at",
 )  # fmt: skip
 _WRONG = doc.object_of(code=doc.TEXT, message=doc.TEXT, param=doc.WORD, line={"type": ["integer", "null"]})
-_WRONGS = doc.object_of(object=doc.one_of("list"), data={"type": "array", "items": _WRONG})
+_WRONGS = doc.object_of(object=doc.one_of("list"), data=doc.list_of(_WRONG))
 _BATCH = doc.object_of(
     id=doc.TEXT, object=doc.one_of("batch"), endpoint=doc.one_of(*URLS), errors=doc.or_null(_WRONGS),
     input_file_id=doc.TEXT, completion_window=doc.TEXT, status=doc.one_of(*_STATES),
@@ -187,7 +162,7 @@ _BATCH = doc.object_of(
 
 def _list_of(schema: str) -> doc.Schema:
     return doc.object_of(
-        object=doc.one_of("list"), data={"type": "array", "items": doc.ref(schema)}, first_id=doc.WORD,
+        object=doc.one_of("list"), data=doc.list_of(doc.ref(schema)), first_id=doc.WORD,
         last_id=doc.WORD, has_more={"type": "boolean"},
     )  # fmt: skip
 
@@ -217,21 +192,25 @@ def _lines() -> tuple[doc.Operation, ...]:
         {**doc.get(name, f"your {name.lower()}", errors), **listed} for name in ("Files", "Batches")
     )
     delete = doc.get("FileDeleted", "delete a file", errors)
+    file, batch = (partial(BatchApi.ask, of=of) for of in (subjects.files, subjects.batches))
     return (
         doc.Operation("POST", "/v1/files", BatchApi.upload, upload),
-        doc.Operation("GET", "/v1/files", BatchApi.files, files),
-        doc.Operation("GET", "/v1/files/{id}", BatchApi.file, doc.get("File", "one file", errors)),
-        doc.Operation("DELETE", "/v1/files/{id}", BatchApi.delete, delete),
+        doc.Operation("GET", "/v1/files", partial(file, verb="list"), files),
+        doc.Operation(
+            "GET", "/v1/files/{id}", partial(file, verb="show"), doc.get("File", "one file", errors)
+        ),
+        doc.Operation("DELETE", "/v1/files/{id}", partial(file, verb="delete"), delete),
         doc.Operation("GET", "/v1/files/{id}/content", BatchApi.content, content),
         doc.Operation("POST", "/v1/batches", BatchApi.create, create),
-        doc.Operation("GET", "/v1/batches", BatchApi.batches, batches),
-        doc.Operation("GET", "/v1/batches/{id}", BatchApi.batch, read),
-        doc.Operation("POST", "/v1/batches/{id}/cancel", BatchApi.cancel, cancel),
+        doc.Operation("GET", "/v1/batches", partial(batch, verb="list"), batches),
+        doc.Operation("GET", "/v1/batches/{id}", partial(batch, verb="show"), read),
+        doc.Operation("POST", "/v1/batches/{id}/cancel", partial(batch, verb="cancel"), cancel),
     )
 
 
 def build() -> doc.Part:
     """Files and batches."""
+    hook = "a URL that gets a signed event when the batch has ended"
     schemas: dict[str, doc.Schema] = {
         "FileRequest": {
             "type": "object",
@@ -241,21 +220,7 @@ def build() -> doc.Part:
         "File": _FILE,
         "Files": _list_of("File"),
         "FileDeleted": doc.object_of(id=doc.TEXT, object=doc.one_of("file"), deleted=doc.one_of(True)),
-        "BatchRequest": {
-            "type": "object",
-            "required": ["input_file_id", "endpoint", "completion_window"],
-            "properties": {
-                "input_file_id": doc.TEXT,
-                "endpoint": doc.one_of(*URLS),
-                "completion_window": {**doc.TEXT, "pattern": WINDOW},
-                "metadata": _METADATA,
-                "webhook": {
-                    **doc.TEXT,
-                    "description": "a URL that gets a signed event when the batch has ended",
-                },
-            },
-            "additionalProperties": False,
-        },
+        **doc.schemas_of("BatchRequest", bodies.BatchCreated, webhook={**doc.TEXT, "description": hook}),
         "BatchAnswer": doc.ref("Batch"),
         "Batch": _BATCH,
         "Batches": _list_of("Batch"),

@@ -136,13 +136,13 @@ class Endpoints:
 
     async def client_of(self, request: Request) -> Client:
         """The native client of the request's tenant. Raises NotAuthorized, Unavailable."""
-        return await self.connections.of(self.tenant_of(request))
+        return await self.connections.client_of(self.tenant_of(request))
 
     async def read_request(self, request: Request, api: Api = OPENAI) -> tuple[Body, Client]:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
         client = await self.client_of(request)
         most = client.bus.max_payload - native_call.HEADROOM_BYTES
-        given = native_call.fields_of(await native_call.read_body(request, most))
+        given = native_call.fields_of(await native_call.read_body(request, most, api.untyped))
         fields = api.read(given)
         exchange_of(request).ignored = api.ignored(given)
         served = [] if fields.get("model") else await native_call.roots_of(client)

@@ -96,7 +96,7 @@ class TenantConnections:
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def of(self, tenant: str) -> Client:
+    async def client_of(self, tenant: str) -> Client:
         """The native client of a tenant. Raises Unavailable."""
         if not self.apart:
             return self.main.as_tenant(tenant)
@@ -375,23 +375,14 @@ async def _disconnect(receive: Receive) -> None:
         continue
 
 
-def _is_from_curl(request: Request, media: str) -> bool:
-    """True for JSON with curl's own content type, as the examples of ollama's API have it. The form of a page
-    in a browser has the same type, and an `Origin`."""
-    is_form = media == "application/x-www-form-urlencoded"
-    return is_form and request.url.path.startswith("/api/") and not is_from_browser(request.headers)
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """A JSON body of at most `most` bytes. Raises WrongMediaType, PayloadTooLarge, SlowRequest, and Cancelled
-    if the client disconnects."""
+async def read_body(request: Request, most: int, untyped: str = "") -> bytes:
+    """A JSON body of at most `most` bytes. `untyped`: the content type of clients that set none; the form of
+    a page in a browser may have the same one. Raises WrongMediaType, PayloadTooLarge, SlowRequest, and
+    Cancelled if the client disconnects."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if (
-        (media or is_from_browser(request.headers))
-        and media != "application/json"
-        and not media.endswith("+json")
-        and not _is_from_curl(request, media)
-    ):
+    is_page = is_from_browser(request.headers)
+    is_json = media == "application/json" or media.endswith("+json")
+    if not is_json and (is_page or media not in ("", untyped)):
         raise WrongMediaType(
             f"the content type is {media or 'missing':.80}: send JSON with `Content-Type: application/json`"
         )

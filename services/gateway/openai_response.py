@@ -17,21 +17,22 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeVar
 from zlib import crc32
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.connection import chunk_writer
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import PROMPT, unless_gone
-from shared.api import NO_EFFECT
+from shared.api import NO_EFFECT, bad_field
 from shared.client.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
@@ -40,6 +41,7 @@ from shared.openai.call import Call, read_call, read_vectors_call
 from shared.openai.whole_answer import answer, stop_reason, total, vectors
 
 Body = dict[str, Any]
+M = TypeVar("M", bound=BaseModel)
 
 _HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -51,7 +53,7 @@ PING = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, past the edge
 _MARK = "\0"
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
@@ -93,27 +95,27 @@ def _checksum(text: str, before: int) -> int:
     return crc32(text.encode("utf-8", "surrogatepass"), before)
 
 
-class Chunks(Protocol):
+class Chunks(ABC):
     """What an HTTP API sends of one stream."""
 
-    media_type: ClassVar[bytes]
-    ping: ClassVar[bytes]  # what clients ignore, between chunks
+    media_type: ClassVar = EVENTS
+    ping: ClassVar = PING  # what clients ignore, between chunks
 
+    @abstractmethod
     def convert(self, prompt: int, frame: Body) -> list[str]:
         """The chunks for a frame of the stream of one prompt. Raises EngineError."""
 
     def write(self, chunks: Sequence[str]) -> bytes:
-        """The bytes of one or more chunks."""
+        """The bytes of one or more chunks, which are whole."""
+        return "".join(chunks).encode("utf-8", "replace")
 
+    @abstractmethod
     def end(self, error: Body | None) -> bytes:
         """The last bytes; `error`: the body of the error that ended the stream."""
 
 
-class ChunkBuilder:
+class ChunkBuilder(Chunks):
     """The chunks of one HTTP stream."""
-
-    media_type: ClassVar = EVENTS
-    ping: ClassVar = PING
 
     def __init__(self, call: Call, echoed: Sequence[str] = ()) -> None:
         self._call = call
@@ -141,7 +143,7 @@ class ChunkBuilder:
         if first not in self._sent:
             indexes = range(first, first + self._call.n)
             self._count(prompt, 0)
-            chunks = [_json(chunk) for index in indexes for chunk in self._first(index, prompt)]
+            chunks = [to_text(chunk) for index in indexes for chunk in self._first(index, prompt)]
         if kind == "delta":
             for choice in frame["choices"]:
                 self._count(prompt, choice["first"] + choice["count"])
@@ -149,8 +151,8 @@ class ChunkBuilder:
             return chunks
         for choice in frame["choices"]:
             self._count(prompt, choice["tokens"])
-            chunks += map(_json, self._last(first + choice["index"], choice))
-        return [*chunks, *map(_json, self._end(frame))]
+            chunks += map(to_text, self._last(first + choice["index"], choice))
+        return [*chunks, *map(to_text, self._end(frame))]
 
     def write(self, chunks: Sequence[str]) -> bytes:
         """The chunks as server-sent events."""
@@ -160,7 +162,7 @@ class ChunkBuilder:
 
     def end(self, error: Body | None) -> bytes:
         """`[DONE]`, or an event with the error."""
-        return DONE if error is None else self.write([_json(error)])
+        return DONE if error is None else self.write([to_text(error)])
 
     def _count(self, prompt: int, tokens: int) -> None:
         """The next chunks belong to a choice with so many tokens: their usage, if each chunk has it."""
@@ -195,7 +197,7 @@ class ChunkBuilder:
 
     def _around(self, index: int) -> tuple[str, str]:
         content: Body = {"delta": {"content": _MARK}} if self._call.chat else {"text": _MARK}
-        before, _, after = _json(self._chunk(index, content, None, None)).rpartition(quote(_MARK))
+        before, _, after = to_text(self._chunk(index, content, None, None)).rpartition(quote(_MARK))
         return before, after
 
     def _delta(self, index: int, choice: Body) -> list[str]:
@@ -214,7 +216,7 @@ class ChunkBuilder:
             before, after = sent.around
             return [f"{before}{quote(text)}{after}"]
         content: Body = {"delta": {"content": text}} if self._call.chat else {"text": text}
-        return [_json(self._chunk(index, content, logprobs, None))]
+        return [to_text(self._chunk(index, content, logprobs, None))]
 
     def _read(self, index: int, deltas: list[Body], logprobs: Body | None) -> list[str]:
         """A chunk for each delta; the log probabilities are in the first."""
@@ -223,7 +225,7 @@ class ChunkBuilder:
         chunks = [self._chunk(index, {"delta": delta}, None, None) for delta in deltas]
         if chunks:
             chunks[0]["choices"][0]["logprobs"] = logprobs
-        return [_json(chunk) for chunk in chunks]
+        return [to_text(chunk) for chunk in chunks]
 
     def _last(self, index: int, choice: Body) -> list[Body]:
         sent, reason = self._sent[index], choice["finish_reason"]
@@ -347,6 +349,15 @@ class Api:
     read: Callable[[Body], Body] = dict  # raises BadRequest
     to_call: Callable[..., Call] = read_call
     ignored: Callable[[Body], Sequence[str]] = lambda fields: ()  # what of a valid request changes nothing
+    untyped: str = ""  # the content type of clients that set none; empty: it is JSON's
+
+
+def valid(kind: type[M], fields: Body) -> M:
+    """The fields as `kind` has them. Raises BadRequest."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(error) from error
 
 
 def idle_fields(fields: Body, kind: type[BaseModel]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
@@ -24,6 +24,7 @@ Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 WORD: Schema = {"type": ["string", "null"]}
+EVENTS = "text/event-stream"
 COUNT: Schema = {"type": "integer", "minimum": 0}
 _TOKENS: Schema = {"type": "array", "items": COUNT}
 
@@ -114,14 +115,13 @@ def document(version: str, parts: Sequence[Part]) -> Json:
     }
 
 
-def post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False, api: str = "") -> Json:
-    """`api` has errors of its own shape; empty: OpenAI's."""
+def post(name: str, summary: str, errors: tuple[int, ...], *, stream: str = "", api: str = "") -> Json:
+    """`stream`: the media type of one. `api` has errors of its own shape; empty: OpenAI's."""
     body = {"required": True, "content": {"application/json": {"schema": ref(f"{name}Request")}}}
     asked = {**get(name, summary, errors, api), "requestBody": body}
     asked["responses"]["200"] = good = body_of(f"{name}Answer", "the answer")
     if stream:
-        media_type = "application/x-ndjson" if api == "Ollama" else "text/event-stream"
-        good["content"][media_type] = {"schema": {}}
+        good["content"][stream] = {"schema": {}}
     return asked
 
 
@@ -130,7 +130,7 @@ def stored(name: str, summary: str, *, failing: bool = False) -> Json:
     errors = (*LOOKING, 403, 408, 409, 413, 499) if failing else LOOKING
     got = get(f"{name}Answer", summary, errors, operation=f"stored{name.lower()}")
     got["parameters"] = [_LAST_ID, *([] if failing else _STREAMS)]
-    got["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
+    got["responses"]["200"]["content"][EVENTS] = {"schema": {}}
     got["responses"]["204"] = {"description": "the reader has all events"}
     if failing:
         got["responses"]["202"] = body_of("Accepted", "it waits or runs")
@@ -169,6 +169,20 @@ def content(media_type: str, description: str) -> Json:
 
 def ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
+
+
+def list_of(each: Schema) -> Schema:
+    return {"type": "array", "items": each}
+
+
+def schemas_of(name: str, body: Any, **fields: Schema) -> dict[str, Schema]:
+    """The schemas of a body of shared/bodies.py, which gets `name`; null for what may be left out. `fields`:
+    more about some."""
+    schema = TypeAdapter(body).json_schema(ref_template="#/components/schemas/{model}")
+    for name_of, each in schema["properties"].items():
+        each |= fields.get(name_of, {})
+        schema["properties"][name_of] = each if name_of in schema["required"] else or_null(each)
+    return {**schema.pop("$defs", {}), name: schema}
 
 
 def one_of(*values: object) -> Schema:
@@ -243,82 +257,55 @@ def _requests(more: Sequence[type[BaseModel]]) -> dict[str, Schema]:
     return schemas
 
 
+_DETAILS = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
+# fmt: off
 _USAGE = object_of(
-    "prompt_tokens_details",
-    "completion_tokens_details",
+    "prompt_tokens_details", "completion_tokens_details",
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT),
     prompt_tokens_details=object_of(cached_tokens=COUNT),
-    completion_tokens_details=object_of(reasoning_tokens=COUNT),
+    completion_tokens_details=object_of(*_DETAILS, **dict.fromkeys(_DETAILS, COUNT)),
 )
 
 
 def _answer(kind: str, **content: Schema) -> Schema:
-    logprobs = {"anyOf": [{"type": "object"}, {"type": "null"}]}
-    reason = one_of("stop", "length", "tool_calls")
     choice = object_of(
-        "stop_reason", index=COUNT, **content, logprobs=logprobs, finish_reason=reason, stop_reason=TEXT
+        "stop_reason", index=COUNT, **content, logprobs={"anyOf": [{"type": "object"}, {"type": "null"}]},
+        finish_reason=one_of("stop", "length", "tool_calls"), stop_reason=TEXT,
     )
     return object_of(
-        "timings",
-        id=TEXT,
-        object=one_of(kind),
-        created=COUNT,
-        model=TEXT,
-        choices={"type": "array", "items": choice},
-        usage=_USAGE,
-        timings={"type": "object", "description": "milliseconds, and tokens a second"},
+        "timings", id=TEXT, object=one_of(kind), created=COUNT, model=TEXT, choices=list_of(choice),
+        usage=_USAGE, timings={"type": "object", "description": "milliseconds, and tokens a second"},
     )
 
 
 _ASSISTANT = object_of(
-    "refusal",
-    "reasoning_content",
-    "reasoning",
-    "tool_calls",
-    role=one_of("assistant"),
-    content=WORD,
-    refusal={"type": "null"},
-    reasoning_content=TEXT,
-    reasoning=TEXT,
-    tool_calls={"type": "array", "items": {"type": "object"}},
+    "refusal", "reasoning_content", "reasoning", "tool_calls", role=one_of("assistant"), content=WORD,
+    refusal={"type": "null"}, reasoning_content=TEXT, reasoning=TEXT, tool_calls=list_of({"type": "object"}),
 )
 _ERROR = object_of("request_id", message=TEXT, type=TEXT, param=WORD, code=WORD, request_id=TEXT)
-
-_NUMBERS: Schema = {"type": "array", "items": {"type": "number"}}
+_VECTOR: Schema = {"anyOf": [list_of({"type": "number"}), TEXT]}
+_TARGET = object_of("state", model=TEXT, weight=COUNT, state=TEXT)
 COMPONENTS: dict[str, Schema] = {
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
     "EmbeddingAnswer": object_of(
-        object=one_of("list"),
-        data={
-            "type": "array",
-            "items": object_of(
-                object=one_of("embedding"), index=COUNT, embedding={"anyOf": [_NUMBERS, TEXT]}
-            ),
-        },
-        model=TEXT,
-        usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
+        object=one_of("list"), model=TEXT, usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
+        data=list_of(object_of(object=one_of("embedding"), index=COUNT, embedding=_VECTOR)),
     ),
     "Model": object_of(
-        *("max_model_len", "root", "state", "targets"),
-        id=TEXT,
-        object=one_of("model"),
-        created=COUNT,
-        owned_by=TEXT,
-        root=TEXT,
-        max_model_len=COUNT,
-        state=TEXT,
-        targets={"type": "array", "items": object_of("state", model=TEXT, weight=COUNT, state=TEXT)},
+        "max_model_len", "root", "state", "targets", id=TEXT, object=one_of("model"), created=COUNT,
+        owned_by=TEXT, root=TEXT, max_model_len=COUNT, state=TEXT, targets=list_of(_TARGET),
     ),
-    "Models": object_of(object=one_of("list"), data={"type": "array", "items": ref("Model")}),
+    "Models": object_of(object=one_of("list"), data=list_of(ref("Model"))),
     "TokenizeAnswer": object_of(model=TEXT, count=COUNT, tokens=_TOKENS),
     "DetokenizeAnswer": object_of(model=TEXT, prompt=TEXT),
     "State": object_of("reason", status=one_of("ok", "unavailable"), reason=TEXT),
     "Version": object_of(version=TEXT),
     "Error": object_of(error=_ERROR),
 }
-CHAT = post("Chat", "answer a conversation", GENERATING, stream=True)
-COMPLETION = post("Completion", "continue a prompt", GENERATING, stream=True)
+# fmt: on
+CHAT = post("Chat", "answer a conversation", GENERATING, stream=EVENTS)
+COMPLETION = post("Completion", "continue a prompt", GENERATING, stream=EVENTS)
 EMBEDDING = post("Embedding", "the vectors of texts", GENERATING)
 TOKENIZE = post("Tokenize", "the token ids of a prompt", ASKING)
 DETOKENIZE = post("Detokenize", "the text of token ids", ASKING)

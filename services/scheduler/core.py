@@ -17,27 +17,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import admission, lifecycle, recovery, results, step_planner
-from services.scheduler.fleet import moves, roles, sleep
+from services.scheduler.executors import moves, roles, sleep
 from services.scheduler.kv_tiers import hosts, load, lookups, store
-from services.scheduler.state import policies
+from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
-from services.scheduler.state.requests import (
-    Arrived,
-    DrainRequested,
-    DrainTimedOut,
-    Event,
-    PeerDraining,
-    PeerLost,
-    PeerReady,
-    PolicySet,
-    QuotasChanged,
-    Send,
-    SleepSet,
-    StreamLost,
-    Ticked,
-    TierLost,
-    TierReady,
-)
 from services.scheduler.state.state import Executor, Limits, State
 from services.scheduler.state.transfers import Tier
 from shared import messages
@@ -87,19 +70,19 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.state = State(limits)
 
-    def handle(self, event: Event, now_us: int) -> list[Send]:
+    def handle(self, event: requests.Event, now_us: int) -> list[requests.Send]:
         """Apply one event at `now_us` and return what to send. Plans to executors come first: the next step
         is on its way before any token leaves for a client."""
         self.apply(event, now_us)
         decide(self.state)
         return self.take_commands()
 
-    def apply(self, event: Event, now_us: int) -> None:
+    def apply(self, event: requests.Event, now_us: int) -> None:
         """Update the state with one event, without decisions."""
         self.state.now_us = now_us
         self._apply(event)
 
-    def take_commands(self) -> list[Send]:
+    def take_commands(self) -> list[requests.Send]:
         """The commands since the last call, those to executors first."""
         commands, self.state.commands = self.state.commands, []
         return sorted(commands, key=lambda command: not command.to.startswith("executor."))
@@ -115,58 +98,57 @@ class Scheduler:
         state = self.state
         return bool(state.waiting or state.tiers.jobs or state.tiers.lookups or state.draining)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: requests.Event) -> None:
         state = self.state
         match event:
-            case Arrived(source, messages.Tokenized() as tokenized, trace) if tokenized.generated:
+            case requests.Arrived(source, messages.Tokenized() as tokenized, trace) if tokenized.generated:
                 recovery.on_takeover(state, source, tokenized, trace)
-            case Arrived(source, messages.Tokenized() as tokenized, trace, transit_us):
+            case requests.Arrived(source, messages.Tokenized() as tokenized, trace, transit_us):
                 lifecycle.on_request(state, source, tokenized, trace, transit_us)
-            case Arrived(source, message):
+            case requests.Arrived(source, message):
                 self._apply_message(source, message)
-            case PeerReady("detokenizer", actor, epoch):
+            case requests.PeerReady("detokenizer", actor, epoch):
                 recovery.on_detokenizer_ready(state, actor, epoch)
-            case PeerDraining("detokenizer", actor):
+            case requests.PeerDraining("detokenizer", actor):
                 recovery.on_detokenizer_draining(state, actor)
-            case PeerDraining("executor", actor):
+            case requests.PeerDraining("executor", actor):
                 executor = state.executors.get(actor)
                 if executor is not None and not executor.draining:
-                    executor.draining, executor.drains_since_us = True, state.now_us
-                    state.some_leave = True
+                    state.begin_drain(executor)
                 recovery.on_executor_leaving(state, actor)
-            case PeerLost("detokenizer", actor):
+            case requests.PeerLost("detokenizer", actor):
                 recovery.on_detokenizer_lost(state, actor)
-            case PeerReady("executor", actor, epoch, generation):
+            case requests.PeerReady("executor", actor, epoch, generation):
                 if generation >= 0:
                     hosts.on_arena_mapped(state, actor, generation)
                 recovery.on_executor_back(state, actor, epoch)
-            case PeerLost("executor", actor, died):
+            case requests.PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
                 recovery.drop_executor(state, actor, why, died=died)
                 state.asleep.pop(actor, None)
                 recovery.on_executor_leaving(state, actor)
                 state.tiers.mapped.pop(actor, None)
-            case TierReady():
+            case requests.TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
                 hosts.on_ready(state, tier)
-            case TierLost(actor):
+            case requests.TierLost(actor):
                 hosts.on_lost(state, actor)
-            case StreamLost(source) if source.startswith("executor."):
+            case requests.StreamLost(source) if source.startswith("executor."):
                 recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
-            case StreamLost(source):
+            case requests.StreamLost(source):
                 recovery.on_messages_lost(state, source)  # a Detached without sequences may be among the lost
-            case Ticked():
+            case requests.Ticked():
                 lifecycle.expire(state)
                 hosts.expire(state)
-            case DrainRequested():
+            case requests.DrainRequested():
                 state.draining = True
-            case DrainTimedOut():
+            case requests.DrainTimedOut():
                 lifecycle.fail_all(state)
-            case QuotasChanged(quotas):
+            case requests.QuotasChanged(quotas):
                 state.quotas.set(quotas)
-            case PolicySet(policy):
+            case requests.PolicySet(policy):
                 change_policy(state, policy)
-            case SleepSet():
+            case requests.SleepSet():
                 sleep.on_sleep_set(state, event)
 
     def _apply_message(self, source: str, message: messages.Message) -> None:

@@ -80,13 +80,9 @@ class AliasNames:
         await self._table.follow(self._mailbox.bus)
         await self.load()
         self._table.ask()
-        try:
+        with contextlib.suppress(NoResponders, RequestTimeout):
             found = await self._mailbox.bus.request(subjects.ALIASES, b"", timeout_us=ASK_US)
             self._table.apply_all(found.data)
-        except (NoResponders, RequestTimeout):
-            pass
-        except (ValueError, TypeError, LookupError):
-            log.warning("another service has aliases in a form of another version")
 
     async def listen(
         self, served: Callable[[], Mapping[str, str]], is_model: Callable[[str], bool], *, edge: bool = False
@@ -149,8 +145,6 @@ class AliasNames:
             self._stored = True  # what comes is announced
         except HeadraceError as error:
             log.warning("the stored aliases are not read yet: %s", error)
-        except (ValueError, TypeError, LookupError):
-            log.warning("stream %s has a message of another version", subjects.ALIAS_STREAM)
 
     async def drain(self) -> None:
         """Return when no change is on its way."""

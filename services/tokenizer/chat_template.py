@@ -18,6 +18,7 @@ and the marks become text again. So one pass of the model's tokenizer encodes th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -35,9 +36,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.tokenizer import template_probe
-from services.tokenizer.structured_output import Tools, parsed
 from shared.answer_formats.formats import Format, Python
-from shared.api import joined
+from shared.api import Tool, joined, present
 from shared.errors import NO_TEMPLATE, BadRequest, SetupError
 from shared.vocab.vocabulary import Vocabulary
 
@@ -94,7 +94,7 @@ class ChatTemplate:
     def encode(
         self,
         messages: list[dict[str, Any]],
-        tools: Tools | None,
+        tools: list[Tool] | None,
         add_generation_prompt: bool,
         wall_us: int,
         options: TemplateOptions = PLAIN,
@@ -103,7 +103,7 @@ class ChatTemplate:
         Raises BadRequest with the template's message."""
         messages = [parsed(_with_reasoning(message)) for message in messages]
         guarded = [self._guarded(message) for message in messages]
-        given = None if tools is None else self._guard(tools.given, self._control)
+        given = None if tools is None else self._guard(tools, self._control)
         skills = self.skills(options.source, with_tools=tools is not None)
         turns = fitted(guarded, given, skills)
         if options.continue_final:
@@ -402,7 +402,7 @@ def _native(
         if skills.text_arguments and not isinstance(function["arguments"], str):
             arguments = json.dumps(function["arguments"], ensure_ascii=False)
             function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function, **ids.of(call, "id")})
+        calls.append({**call, "function": function, **ids.id_of(call, "id")})
     text, none = joined(turn["content"]), None if skills.null_content else ""
     called = {**turn, "tool_calls": calls, "content": turn["content"] if text else none}
     if not text or skills.text_beside_calls:
@@ -439,7 +439,7 @@ def _answered(turn: template_probe.Message) -> template_probe.Message:
 def _result(
     turn: template_probe.Message, ids: _Ids, skills: template_probe.TemplateSkills
 ) -> template_probe.Message:
-    turn = {**turn, **ids.of(turn, "tool_call_id")}
+    turn = {**turn, **ids.id_of(turn, "tool_call_id")}
     if skills.named_results and "name" not in turn:
         turn["name"] = ids.name(turn.get("tool_call_id"))
     return turn
@@ -463,7 +463,7 @@ class _Ids:
     def name(self, given: object) -> str:
         return self._names.get(str(given), "")
 
-    def of(self, message: template_probe.Message, key: str) -> template_probe.Message:
+    def id_of(self, message: template_probe.Message, key: str) -> template_probe.Message:
         """The key `key` of a message, if the template takes another id than it has."""
         given = message.get(key)
         if self._kind == template_probe.FUNCTION and str(given) in self._given:
@@ -539,3 +539,27 @@ def _shaped(turn: template_probe.Message, skills: template_probe.TemplateSkills)
     if skills.only_parts and isinstance(turn["content"], str):
         return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
     return turn
+
+
+def parsed(message: dict[str, Any]) -> dict[str, Any]:
+    """The same message with the arguments of its calls as objects. Raises BadRequest."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    whole = [{**present(call), "type": "function", "function": _call(call)} for call in calls]
+    return {**message, "tool_calls": whole}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """An earlier call with its arguments as a value; null, an empty text and absence mean none."""
+    match call:
+        case {"function": {"name": str() as name, **more}}:
+            value = more.get("arguments")
+            if isinstance(value, str):
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(value) if value.strip() else None
+            return {"name": name, "arguments": {} if value is None else value}
+    raise BadRequest(
+        '`messages`: a tool call is {"type": "function", "function": {"name": …, "arguments": …}}',
+        param="messages",
+    )

@@ -20,13 +20,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
 import msgpack
 from pydantic import ConfigDict, Field, ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
-from services.tokenizer.structured_output import Tools, grammar_of, has_text_grammar, read_tools
 from shared import api, errors
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.checkpoints import body_hash
@@ -36,6 +36,7 @@ from shared.messages import (
     EMBEDDING_BASE64,
     MANY_CALLS,
     WHOLE_VECTOR,
+    Ints,
     Sampling,
     Tokenized,
     floats,
@@ -116,6 +117,8 @@ MAX_CANCELS = 10_000  # then the oldest is dropped: clients may cancel requests 
 ROUTING_TOKENS = 256  # of a completion: with more, texts with the same start find each other less often
 _CUT_CHARS = 4  # of the longest tokens: so much of a text is read for one that counts, if it is cut
 TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white space after it take
+MOST_PREDICTED = 8_192  # tokens: drafts change the time of an answer alone, so what is over is left out
+MOST_TOKEN_CHARS = 16  # of a prediction's tokens on average, so that a long text is not encoded for nothing
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
 
@@ -144,6 +147,45 @@ _HINTS = {  # names of other servers and clients
     "enable_thinking": "chat_template_kwargs",
 }
 _JUDGED = frozenset({"prompt", "input", "logits_processors"})  # checked where they are read
+
+
+OUTPUT_FIELDS = frozenset(
+    {"response_format", "structured_outputs", "grammar", "tools", "tool_choice", "parallel_tool_calls"}
+    | {f"guided_{rule}" for rule in ("json", "regex", "choice", "grammar")}
+)  # of requests whose answers have a form
+FORMS = (
+    "services.tokenizer.structured_output:output_of",
+)  # fmt: skip
+
+
+class AnswerForm(Protocol):
+    """What a request asks of its answer: tools, a form of its text, or both."""
+
+    @property
+    def given(self) -> list[api.Tool] | None:
+        """The tools that the model is shown; None without tools."""
+
+    @property
+    def is_all_calls(self) -> bool:
+        """Whether the answer is nothing but calls."""
+
+    @property
+    def has_text_grammar(self) -> bool:
+        """Whether the text of the answer follows a grammar, apart from calls."""
+
+    def grammar(self, form: Format | None, *, thinking: bool, available: bool) -> str:
+        """The grammar in a message, empty if nothing is followed. `thinking`: the prompt opens the reasoning.
+        `available`: an executor can follow a grammar. Raises BadRequest."""
+
+
+def answer_form_of(request: Request) -> AnswerForm | None:
+    """None for a request whose answer is free text. Raises BadRequest."""
+    if not (asked := request.model_fields_set & OUTPUT_FIELDS):
+        return None
+    for name in FORMS:
+        found: AnswerForm = resolve_name(name)(request)
+        return found
+    raise errors.BadRequest(f"`{min(asked)}`: answers have no form here: leave it out", param=min(asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,16 +382,19 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         raise errors.DeadlineExceeded(LATE)
     if isinstance(request, api.EmbeddingRequest):
         return _for_vector(submission, request, model, timeout_us)
-    tools = read_tools(request)
-    prompt = encode_prompt(request, tools, model, submission.received_wall_us)
-    form, thinking = _answer_format(request, tools, model, prompt)
-    grammar = grammar_of(request, tools, form, thinking=thinking, available=submission.grammars)
+    output = answer_form_of(request)
+    prompt = encode_prompt(request, output, model, submission.received_wall_us)
+    form, thinking = _answer_format(request, output, model, prompt)
+    grammar = "" if output is None else output.grammar(form, thinking=thinking, available=submission.grammars)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
     max_tokens = _max_tokens(request, len(prompt), model.max_context, model.defaults.max_tokens)
     if request.min_tokens > max_tokens:
         raise errors.BadRequest(
             f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens"
         )
+    most_calls = 1 if request.parallel_tool_calls is False else MANY_CALLS
+    if output is None or output.given is None:
+        most_calls = 0
     return Tokenized(
         **_common(submission, request, model, timeout_us, prompt),
         n=request.n,
@@ -370,8 +415,18 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
         checkpoints=_checkpoints(request, submission),
-        most_calls=0 if tools is None else 1 if request.parallel_tool_calls is False else MANY_CALLS,
+        most_calls=most_calls,
+        speculate=request.speculate,
+        prediction=_prediction(request, model.vocabulary),
     )
+
+
+def _prediction(request: Request, vocabulary: Vocabulary) -> Ints:
+    """The tokens that the answer is likely to repeat, at most MOST_PREDICTED of them."""
+    if request.prediction is None:
+        return ints()
+    text = api.joined(request.prediction["content"])
+    return ints(vocabulary.encode(text[: MOST_PREDICTED * MOST_TOKEN_CHARS])[:MOST_PREDICTED])
 
 
 def _common(
@@ -461,7 +516,7 @@ def _slo_class(request: Request | api.EmbeddingRequest, submission: Submission) 
     return min(allowed, key=CLASSES.index)
 
 
-def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wall_us: int) -> list[int]:
+def encode_prompt(request: Request, output: AnswerForm | None, model: ServedModel, wall_us: int) -> list[int]:
     """The prompt's token ids. A text prompt gets the model's BOS token; ids are used unchanged. Raises
     BadRequest."""
     if isinstance(request, api.ChatRequest):
@@ -469,6 +524,7 @@ def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wal
         messages = [message.model_dump() for message in request.messages]
         options = _template_options(request, model)
         starts = request.add_generation_prompt and not request.continue_final_message
+        tools = None if output is None else output.given
         ids = model.template.encode(messages, tools, starts, wall_us, options)
     else:
         ids = _encoded("prompt", request.prompt, model)
@@ -535,16 +591,16 @@ def _template_options(request: api.ChatRequest, model: ServedModel) -> TemplateO
 
 
 def _answer_format(
-    request: Request, tools: Tools | None, model: ServedModel, prompt: list[int]
+    request: Request, output: AnswerForm | None, model: ServedModel, prompt: list[int]
 ) -> tuple[Format | None, bool]:
     """The format of the answer, and whether the prompt ends within its reasoning."""
-    form = model.answer_format
+    form, has_tools = model.answer_format, output is not None and output.given is not None
     if form is None or not isinstance(request, api.ChatRequest):
         return None, False
     if request.chat_template and model.template.has_found_form:
-        form = model.template.skills(request.chat_template, with_tools=tools is not None).form
-    required = tools is not None and tools.choice == "required"
-    beside = tools is not None and not required and has_text_grammar(request)
+        form = model.template.skills(request.chat_template, with_tools=has_tools).form
+    required = output is not None and output.is_all_calls
+    beside = has_tools and output is not None and not required and output.has_text_grammar
     if (required and form.writes is None) or (beside and (form.writes is None or form.bare)):
         return HERMES, False  # the grammar asks for calls that have one, and that no text begins like
     if form.think is None:

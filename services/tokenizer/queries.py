@@ -24,7 +24,6 @@ from typing import Any
 
 from services.tokenizer import prepare
 from services.tokenizer.core import WAIT_US, Fail
-from services.tokenizer.structured_output import grammar_of, read_tools
 from shared import bodies, codec, errors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
@@ -365,9 +364,9 @@ def tokenize_body(data: bytes, model: prepare.ServedModel, wall_us: int) -> dict
     if isinstance(request, EmbeddingRequest):
         ids = prepare.encode_input(request, model)
     else:
-        tools = read_tools(request)
-        grammar_of(request, tools)  # raises for a wrong one
-        ids = prepare.encode_prompt(request, tools, model, wall_us)
+        if (output := prepare.answer_form_of(request)) is not None:
+            output.grammar(None, thinking=False, available=True)  # raises for a wrong one
+        ids = prepare.encode_prompt(request, output, model, wall_us)
     return {"model": model.name, "count": len(ids), "tokens": ids}
 
 

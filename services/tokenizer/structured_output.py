@@ -29,7 +29,6 @@ left out, its path is recorded, and the rest of the schema is followed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -47,7 +46,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import HERMES, Format
 from shared.answer_formats.grammar import Rules, limits
-from shared.api import GenerateRequest, Tool, present
+from shared.api import GenerateRequest, Tool
 from shared.errors import BadRequest
 
 MAX_GRAMMAR_CHARS = 262_144  # of a grammar
@@ -64,6 +63,34 @@ _FIELDS = (
     "response_format", "structured_outputs", "grammar",
     *(f"{_OLD}{rule}" for rule in ("json", "regex", "choice", "grammar")),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a request asks of its answer: tools, a form of its text, or both. See prepare.AnswerForm."""
+
+    request: GenerateRequest
+    tools: Tools | None
+
+    @property
+    def given(self) -> list[Tool] | None:
+        return None if self.tools is None else self.tools.given
+
+    @property
+    def is_all_calls(self) -> bool:
+        return self.tools is not None and self.tools.choice == "required"
+
+    @property
+    def has_text_grammar(self) -> bool:
+        return any(getattr(self.request, name) is not None for name in _FIELDS)
+
+    def grammar(self, form: Format | None, *, thinking: bool, available: bool) -> str:
+        return grammar_of(self.request, self.tools, form, thinking=thinking, available=available)
+
+
+def output_of(request: GenerateRequest) -> Output:
+    """Raises BadRequest for wrong tools."""
+    return Output(request, read_tools(request))
 
 
 def grammar_of(
@@ -106,11 +133,6 @@ def grammar_of(
         if getattr(request, name):
             raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
     return grammar.packed(source, form.markers if form else frozenset())
-
-
-def has_text_grammar(request: GenerateRequest) -> bool:
-    """Whether the text of the answer follows a grammar, apart from calls."""
-    return any(getattr(request, name) is not None for name in _FIELDS)
 
 
 def _text_of(asked: Any, param: str) -> Rules:
@@ -288,30 +310,6 @@ def _of_function(error: BadRequest, name: str) -> BadRequest:
     return BadRequest(text.replace("the schema", f"the parameters of {name!r:.40}:", 1), param="tools")
 
 
-def parsed(message: dict[str, Any]) -> dict[str, Any]:
-    """The same message with the arguments of its calls as objects. Raises BadRequest."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    whole = [{**present(call), "type": "function", "function": _call(call)} for call in calls]
-    return {**message, "tool_calls": whole}
-
-
-def _call(call: Any) -> dict[str, Any]:
-    """An earlier call with its arguments as a value; null, an empty text and absence mean none."""
-    match call:
-        case {"function": {"name": str() as name, **more}}:
-            value = more.get("arguments")
-            if isinstance(value, str):
-                with contextlib.suppress(ValueError, RecursionError):
-                    value = json.loads(value) if value.strip() else None
-            return {"name": name, "arguments": {} if value is None else value}
-    raise BadRequest(
-        '`messages`: a tool call is {"type": "function", "function": {"name": …, "arguments": …}}',
-        param="messages",
-    )
-
-
 Schema = dict[str, Any]
 
 MAX_DEPTH = 32
@@ -411,14 +409,14 @@ class _Reader:
             if name in _ANNOTATIONS or name.startswith("x-"):
                 continue
             try:
-                self._keep(kept, schema, name, f"{path}/{name}", depth)
+                self._add_keyword(kept, schema, name, f"{path}/{name}", depth)
             except BadRequest:
                 if self._dropped is None:
                     raise
                 self._dropped.append(f"{path}/{name}")
         return self._whole(kept, schema, path)
 
-    def _keep(self, kept: Schema, schema: Schema, name: str, path: str, depth: int) -> None:
+    def _add_keyword(self, kept: Schema, schema: Schema, name: str, path: str, depth: int) -> None:
         """Add one keyword to `kept`. Raises BadRequest."""
         value = schema[name]
         match name:

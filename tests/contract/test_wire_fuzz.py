@@ -149,6 +149,8 @@ def but(message: Any, **fields: Any) -> Any:
 
 
 ASKED = but(ASKED, part=0, parts=1)
+MORE_THAN_DRAFTS = "a row has more tokens than its drafts allow"
+NOT_SAMPLED_ONCE = "a row at the device's place is not sampled once, for its slot"
 FLAWED: list[tuple[Any, str]] = [
     (but(ROW, starts=ints([0, 1])), "its forward columns differ in length"),
     (but(ROW, counts=ints([])), "its forward columns differ in length"),
@@ -176,6 +178,16 @@ FLAWED: list[tuple[Any, str]] = [
         "a table column has a negative number",
     ),
     (but(STEP, done=ints()), "its columns differ in length"),
+    (but(STEP, ids=ints([5, 6, 7]), counts=ints()), "its columns differ in length"),
+    (but(STEP, counts=ints([1])), "its columns differ in length"),
+    (but(STEP, drafted=ints([3])), "its columns differ in length"),
+    (but(STEP, counts=ints([2, 0])), "its counts do not add up"),
+    (but(STEP, counts=ints([2, 1])), "its counts do not add up"),
+    (but(STEP, ids=ints([5, 6, 7]), counts=ints([2, 1]), drafted=ints([0, 1])), MORE_THAN_DRAFTS),
+    (but(STEP, drafted=ints([1, -1])), MORE_THAN_DRAFTS),
+    (but(ROW, from_device=ints([2]), sample_rows=ints(), sample_slots=ints()), NOT_SAMPLED_ONCE),
+    (but(ROW, from_device=ints([2]), sample_slots=ints([4])), NOT_SAMPLED_ONCE),
+    (but(ROW, from_device=ints([2]), sample_rows=ints([0, 0]), sample_slots=ints([3, 3])), NOT_SAMPLED_ONCE),
     (but(STEP, logprobs=floats([0.5] * 99)), "its log probabilities do not add up"),
     (but(STEP, top_counts=ints([-1] * len(STEP.ids))), "its log probabilities do not add up"),
     (but(TOKENS, first=ints()), "its columns differ in length"),
@@ -204,10 +216,14 @@ FLAWED: list[tuple[Any, str]] = [
     (but(STEP, vectors=((len(STEP.ids), b"abcd"),)), "a vector names no row, or is none of float32"),
     (but(STEP, vectors=((0, b""),)), "a vector names no row, or is none of float32"),
     (but(STEP, vectors=((0, b"abc"),)), "a vector names no row, or is none of float32"),
+    (but(SLOT, prediction=ints([-1])), "a token id of its prediction is negative"),
+    (but(ASKED, prediction=ints([-1])), "a token id of its prediction is negative"),
     (but(SLOT, tokens=ints([-1])), "a token id is negative"),
     (but(HELLO, blocks=2**40), "its blocks, slots, sizes or stages are out of range"),
     (but(HELLO, slots=0), "its blocks, slots, sizes or stages are out of range"),
     (but(HELLO, block_tokens=0), "its blocks, slots, sizes or stages are out of range"),
+    (but(HELLO, max_drafts=65), "its blocks, slots, sizes or stages are out of range"),
+    (but(HELLO, max_draft_rows=-1), "its blocks, slots, sizes or stages are out of range"),
     (but(HELLO, stages=0), "its blocks, slots, sizes or stages are out of range"),
     (but(HELLO, stages=65), "its blocks, slots, sizes or stages are out of range"),
     (but(STEP, queued_us=-1), "a duration is negative"),

@@ -146,7 +146,7 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
         ),
         "StepResult": lambda: but(
             kind, ids=many, done=many, error=WHY, row_errors=((0, "e" * 1_000),),
-            vectors=((0, bytes(32_768)),),
+            vectors=((0, bytes(32_768)),), counts=ints([1]) * count, drafted=zeros,
             **scores(count, tops),
         ),
         "Tokens": lambda: but(
@@ -224,7 +224,8 @@ def test_columns_of_any_length_arrive_whole(kind: str, data: st.DataObject) -> N
 def test_the_vectors_of_a_step_arrive_whole() -> None:
     rows = ints(range(2 * MOST_VECTORS))
     vectors = tuple((row, bytes(4 * 8_192)) for row in range(MOST_VECTORS))
-    message = but("StepResult", ids=rows, done=rows, vectors=vectors, **scores(len(rows), 20))
+    columns = {"ids": rows, "done": rows, "counts": ints(), "drafted": ints()}
+    message = but("StepResult", **columns, vectors=vectors, **scores(len(rows), 20))
     assert (travelled(message) == message) is True
 
 

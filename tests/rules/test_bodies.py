@@ -12,6 +12,7 @@ from support.source_tree import Source, product
 
 from shared import aliases, api, bodies, codec, messages
 from shared.nats import subjects
+from shared.nats.access import PUBLIC
 from shared.nats.subjects import Subject
 from shared.openai import batch_lines
 from shared.telemetry import readings
@@ -104,11 +105,32 @@ def page() -> str:
         body, _, answer = text.partition(" -> ")
         shown = [", ".join(f"`{part}`" for part in side.split(" | ") if part) for side in (body, answer)]
         rows.append(f"| `{each.form % tuple(given.values())}` | {shown[0]} | {shown[1]} | {each.about} |")
+    allowed = [
+        f"| `{each[0]}` | {', '.join(each[1].split())} | {', '.join(each[2].split())} |" for each in PUBLIC
+    ]
     return (
         "# Subjects\n\nEvery NATS subject with its body and answer, from `shared/nats/subjects.py`; "
         "`shared/bodies.py` has the types.\n`headrace.v1` is public; the [API](api.md) has its fields.\n\n"
-        "| subject | body | answer | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        "| subject | body | answer | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n## Permissions\n\n"
+        "The users of `headrace auth` send and read these below `headrace.v1`, from the table in "
+        "`shared/nats/access.py`. T is a tenant.\n\n"
+        "| subject | senders | receivers |\n|---|---|---|\n" + "\n".join(allowed) + "\n"
     )
+
+
+def test_every_public_subject_has_its_senders_and_receivers() -> None:
+    """One row of the permissions for each public subject, and no row without a subject."""
+    patterns = {
+        re.compile(each[0].replace(".", r"\.").replace("*", "[^.]+").replace("T", "[^.]+")): 0
+        for each in PUBLIC
+    }
+    for each, verb, _ in carried():
+        subject = each.form % tuple(verb or "x" for _ in each.names)
+        if subject.startswith(f"{subjects.PUBLIC}."):
+            (row,) = [row for row in patterns if row.fullmatch(subject.removeprefix(f"{subjects.PUBLIC}."))]
+            patterns[row] += 1
+    without = {row.pattern for row, count in patterns.items() if not count}
+    assert without == {"models"}  # a constant, without a tenant
 
 
 def test_the_page_lists_the_table() -> None:

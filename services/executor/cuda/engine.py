@@ -7,7 +7,7 @@ A row with a grammar has a mask, which the kernel reads: see engine.py.
 
 A step that has a row with penalties, bias, processors or log probabilities is sampled outside the graph, all
 its rows: torch does what the kernel does not take, the kernel chooses, and the next step waits. With several
-GPUs this holds for grammars, too: only one of them has the masks.
+GPUs this holds for grammars, too: only one of them has the masks. Such a step has no drafts.
 services/executor/actor.py builds it for one rank, group/ for several.
 
 `DeviceStorage` takes the memory of tensors off the device and puts it back; the CUDA engine sleeps by it.
@@ -52,7 +52,14 @@ from services.executor import engine
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.comm_overlap import two_streams
 from services.executor.cuda.graph_runner import GraphRunner
-from services.executor.cuda.input_batch import CudaSlots, arrange
+from services.executor.cuda.input_batch import (
+    DRAFTS,
+    MAX_DRAFT_ROWS,
+    CudaSlots,
+    arrange,
+    arrange_drafts,
+    can_have_drafts,
+)
 from services.executor.cuda.kernel_configs import (
     WIDE,
     device_tuning,
@@ -70,7 +77,7 @@ from services.executor.sampling.grammar import HostRows
 from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, record_choices, row_errors
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
-from shared.messages import Ints, SlotOpen, StepPlan, ints
+from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
 
 log = logging.getLogger("headrace.executor")
 
@@ -96,7 +103,13 @@ class CudaBackend:
         device, ranks = cache.tensor.device, loaded.ranks
         _check_alike(shapes, ranks)
         alone = ranks.size == loaded.stage.count == 1
-        self.info: engine.BackendInfo = replace(info_of(options, loaded), sleeps=alone)
+        drafts = options.max_drafts > 0 and alone
+        self.info: engine.BackendInfo = replace(
+            info_of(options, loaded),
+            sleeps=alone,
+            max_drafts=DRAFTS[-1] if drafts else 0,
+            max_draft_rows=MAX_DRAFT_ROWS if drafts else 0,
+        )
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
@@ -109,9 +122,10 @@ class CudaBackend:
         elif cache.activations == torch.bfloat16:
             tuning = with_tma(tuning, shapes.head_dim, cache.block_tokens)
         most = max(options.max_step_tokens, options.slots)
+        queries, processors = 1 + self.info.max_drafts, properties.multi_processor_count
         works = {
             layouts.decode: decode_work(
-                cache.tensor, shapes.heads, options.slots, properties.multi_processor_count, layouts.decode
+                cache.tensor, shapes.heads, options.slots, processors, layouts.decode, queries
             )
             for layouts in tuning.all()
         }
@@ -130,7 +144,7 @@ class CudaBackend:
         self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: no micro-batch is a step of few rows
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context,
-            device, shapes.vocab,
+            device, shapes.vocab, drafts=drafts,
         )  # fmt: skip
         model = CudaModel(loaded, works, tuning, options.slots)
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
@@ -194,22 +208,24 @@ class CudaBackend:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> engine.Pending:
         self._late.flush()
-        segments = self._queue(plan)
         samples = len(plan.sample_slots)
+        outside = self._sampling.is_outside_graph(plan.sample_slots)
+        plan, drafts = (plan, 0) if outside else self._with_drafts(plan)
+        segments = self._queue(plan, drafts)
         if not samples:  # no ids to wait for, but the step ends with its forward
             forwarded = self._host_rows.forwarded()
             return engine.Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, segments=segments)
         if not self._stage.last:
             return engine.Pending(plan=plan, forwarded=self._host_rows.forwarded())
         masked = self._host_rows.has_grammar(plan.sample_slots)
-        if self._sampling.is_outside_graph(plan.sample_slots) or (masked and not self._alone):
+        if outside or (masked and not self._alone):
             logits, pools = self._runner.logits(samples), self._sampling.sampler.has_pooled(plan.sample_slots)
             hidden = self._runner.hidden(samples) if pools else None
             forwarded = self._host_rows.forwarded()
             return engine.Pending(
                 plan=plan, logits=logits, hidden=hidden, forwarded=forwarded, segments=segments
             )
-        answer, ready = self._runner.answer()
+        answer, ready = self._runner.answer(samples, 1 + drafts)
         tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
         late = engine.Late() if masked else None
         pending = engine.Pending(
@@ -221,11 +237,27 @@ class CudaBackend:
             self._runner.sample(samples, answer, ready)
         return pending
 
-    def _queue(self, plan: StepPlan) -> Callable[[], tuple[engine.Segment, ...]]:
+    def _with_drafts(self, plan: StepPlan) -> tuple[StepPlan, int]:
+        """A plan without drafts for rows with a grammar, whose mask is that of one place, and the drafts of
+        each row of its graph."""
+        if not self.info.max_drafts or not can_have_drafts(plan):
+            return plan, 0
+        counts = ints(
+            1 if self._host_rows.has_grammar([slot]) else count
+            for slot, count in zip(plan.slots, plan.counts, strict=True)
+        )
+        wanted = max(counts) - 1
+        return replace(plan, counts=counts), self._runner.drafts_of(len(counts), wanted) if wanted else 0
+
+    def _queue(self, plan: StepPlan, drafts: int = 0) -> Callable[[], tuple[engine.Segment, ...]]:
         """Queue a plan's forward, whole or in micro-batches; the segments of the micro-batches."""
         updates = self._slots.take_updates(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
         runner, slots = self._runner, self._slots
+        if drafts:
+            slots.copy_histories(plan.slots)
+            runner.queue(arrange_drafts(plan, drafts, apart=runner.apart), updates)
+            return tuple
         parts = None
         if plan.two_stream and runner.split_graphs is not None and sum(plan.counts) >= self._least:
             parts = split(plan)
@@ -241,14 +273,17 @@ class CudaBackend:
         if pending.answer is None:
             self._computed = pending.forwarded
             return self._sample_outside(pending)
-        ids, done, (host_us, failures) = self._late.answer(pending)
+        found, (host_us, failures) = self._late.answer(pending)
         self._computed = pending.forwarded  # only now: a copy must not wait for a step without a result
+        flaws = row_errors(found.done) | failures
         return engine.StepOutput(
-            ids=ints(ids),
-            done=ints(done),
+            ids=ints(found.ids),
+            done=ints(found.done),
             host_us=host_us,
-            row_errors=tuple((row_errors(done) | failures).items()),
+            row_errors=tuple(flaws.items()),
             segments=pending.segments(),
+            counts=ints(found.counts),
+            drafted=ints(found.drafted),
         )
 
     @torch.inference_mode()
@@ -262,7 +297,8 @@ class CudaBackend:
         return host_us, failures
 
     def _sample_outside(self, pending: engine.Pending) -> engine.StepOutput:
-        slots, positions, logits = list(pending.plan.sample_slots), pending.positions, pending.logits
+        slots, logits = list(pending.plan.sample_slots), pending.logits
+        positions = positions_of(pending, [self._slots.tokens(slot) for slot in slots])
         if logits is None:
             raise EngineError(f"step {pending.plan.step} samples rows that its forward pass did not compute")
         with self._host_rows.overlapping(pending.forwarded):
@@ -285,8 +321,8 @@ class CudaBackend:
             return self._sampling.sampler.with_logprobs(output, logits, answer[0].long(), slots)
 
     @torch.inference_mode()
-    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
-        """See services.executor.group.driver.RankBackend."""
+    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints, counts: Ints) -> None:
+        """See services.executor.group.driver.RankBackend. `counts` is empty: ranks have no drafts here."""
         self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
         if not self._stage.last:
             self._slots.record_sampled(slots, ids, done)
@@ -573,23 +609,58 @@ class LateSampling:
             self._queued = pending
             pending.late.masked.set_result(masked)
 
-    def answer(self, pending: engine.Pending) -> tuple[list[int], list[int], engine.Masked]:
-        """Wait for a step's ids and append them to its slots' tokens. Returns the columns `ids` and `done`,
-        and what the masks took. Raises the error of `queue`."""
+    def answer(self, pending: engine.Pending) -> tuple[Answered, engine.Masked]:
+        """Wait for a step's ids and append them to its slots' tokens. Returns them, and what the masks took.
+        Raises the error of `queue`."""
         if pending.late is None:
-            return *self._record(pending), (0, {})
+            return self._record(pending), (0, {})
         self.flush(pending)
         masked = pending.late.masked.result()
-        ids, done = self._record(pending)
-        pending.late.recorded.set()
-        return ids, done, masked
+        return self._record(pending), masked
 
-    def _record(self, pending: engine.Pending) -> tuple[list[int], list[int]]:
-        answer, ready = pending.answer, pending.forwarded
+    def _record(self, pending: engine.Pending) -> Answered:
+        answer, ready, late = pending.answer, pending.forwarded, pending.late
         assert answer is not None
         assert ready is not None
         ready.synchronize()
-        ids, done = answer[:, : len(pending.plan.sample_rows)].tolist()
-        with self._recording:  # a second time it changes nothing
-            append_sampled(pending.tokens, ids, pending.positions)
-        return ids, done
+        found = Answered.of(answer[:, : len(pending.plan.sample_rows)].tolist())
+        with self._recording:
+            if late is None or not late.recorded.is_set():
+                known, positions = pending.tokens, positions_of(pending, pending.tokens)
+                if found.counts:
+                    own = [*zip(known, positions, found.counts, strict=True)]
+                    known = tuple(tokens for tokens, _, count in own for _ in range(count))
+                    positions = [position + i for _, position, count in own for i in range(count)]
+                append_sampled(known, found.ids, positions)
+            if late is not None:
+                late.recorded.set()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The columns of a StepOutput, as the device gives them."""
+
+    ids: list[int]
+    done: list[int]
+    counts: Sequence[int] = ()
+    drafted: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, answer: list[list[int]]) -> Answered:
+        """The answer of a step: ids and done, or what kernels.drafts.gpu.accept gives."""
+        if len(answer) == 2:
+            return cls(*answer)
+        *columns, counts, done, drafted = answer
+        rows = zip(zip(*columns, strict=True), counts, strict=True)
+        return cls([token for row, count in rows for token in row[:count]], done, counts, drafted)
+
+
+def positions_of(pending: engine.Pending, known: Iterable[Sequence[int]]) -> list[int]:
+    """The position of the first new token of each sample row. A row at the device's place goes on from the
+    tokens that its slot has, which is true when the steps before are recorded."""
+    fed, positions = pending.plan.from_device, pending.positions
+    if AT_DEVICE not in fed:
+        return positions
+    rows = zip(pending.plan.sample_rows, positions, known, strict=True)
+    return [len(tokens) if fed[row] == AT_DEVICE else position for row, position, tokens in rows]

@@ -7,6 +7,9 @@ Decode steps have a graph for each bucket of rows, mixed steps for each bucket o
 launched kernel by kernel, which their length hides. The forward leaves hidden states in a buffer that
 sampling reads. If a row's bits must not depend on other rows (tuning.by_row), all steps are mixed steps. Only
 the last stage of a pipeline samples.
+
+Steps with drafts have graphs of their own, by rows and by the drafts of each row; all other steps run the
+same graphs as without drafts.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.cuda import CUDAGraph, Event
 
+from kernels.drafts.gpu import COLUMNS, accept
 from kernels.elementwise.gpu import move
 from kernels.sampling.gpu import choose, scratch
 from services.executor.checkpoint.loader import Loaded
@@ -69,17 +73,24 @@ class GraphRunner:
         long = _LONG_BUCKETS if loaded.ranks.size > 1 else ()
         sizes = {*_TOKEN_BUCKETS, *long, *(() if self.apart else self.row_buckets)}
         self.token_buckets = sorted(size for size in sizes if size <= most)
-        largest = max([*self.token_buckets, rows])
+        self._draft_buckets = draft_buckets(self.row_buckets, most) if slots.state.drafts is not None else []
+        largest = max([*self.token_buckets, rows, *(size * queries for size, queries in self._draft_buckets)])
         self._hidden = torch.zeros(largest, shapes.hidden, dtype=cache.activations, device=device)
         self._received = None if stage.first else torch.zeros_like(self._hidden)  # from the stage before
-        self._scratch = scratch(rows, shapes.vocab, device)
+        drafts = max((size * queries for size, queries in self._draft_buckets), default=0)
+        self._scratch = scratch(max(rows, drafts), shapes.vocab, device)
         samples = self._tile_planner.samples
         self._chosen = torch.zeros(2, samples, dtype=torch.int32, device=device)
+        self._tried = torch.zeros(2, drafts, dtype=torch.int32, device=device)  # before drafts are accepted
+        accepted = max((size * (queries + COLUMNS) for size, queries in self._draft_buckets), default=0)
+        most_words = max(2 * samples, accepted)
+        self._accepted = torch.zeros(accepted, dtype=torch.int32, device=device)
         self._results = [
-            torch.empty(2, samples, dtype=torch.int32, pin_memory=True) for _ in range(input_batch.RING)
+            torch.empty(most_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+            for _ in range(input_batch.RING)
         ]
         self._turn = 0
-        self._graphs: dict[tuple[str, int], CUDAGraph] = {}
+        self._graphs: dict[tuple[str, int, int], CUDAGraph] = {}
         self._pool: Any = None  # torch's memory pool that the graphs share
         self.split_graphs: SplitGraphRunner | None = None
         if streams is not None:
@@ -93,13 +104,14 @@ class GraphRunner:
         captured graphs and of all. If the GPU is not `alone`, NCCL's own thread queries events meanwhile: the
         capture then forbids that only to this thread."""
         forbids = "global" if alone else "thread_local"
-        wanted = [("mixed", size) for size in reversed(self.token_buckets)]
-        wanted += [("split", size) for kind, size in wanted if self._tile_planner.can_split(size)]
-        wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
-        wanted += [("sample", size) for size in reversed(self.row_buckets) if self._stage.last]
-        for done, (kind, size) in enumerate(wanted):
+        wanted = [("mixed", size, 1) for size in reversed(self.token_buckets)]
+        wanted += [("split", size, 1) for kind, size, _ in wanted if self._tile_planner.can_split(size)]
+        wanted += [("decode", size, 1) for size in reversed(self.row_buckets) if self.apart]
+        wanted += [(kind, *each) for kind in ("decode", "sample") for each in reversed(self._draft_buckets)]
+        wanted += [("sample", size, 1) for size in reversed(self.row_buckets) if self._stage.last]
+        for done, (kind, size, queries) in enumerate(wanted):
             progress(done, len(wanted))
-            layout = self._tile_planner.layout(kind, size)
+            layout = self._tile_planner.layout(kind, size, queries)
             self._staging.stage(layout, input_batch.IDLE, input_batch.NO_TILES)
             run = self._sample if kind == "sample" else self._forward
             run(layout, size)
@@ -109,7 +121,7 @@ class GraphRunner:
                 run(layout, size)
             self._pool = self._pool or graph.pool()
             graph.replay()  # the first launch uploads the graph
-            self._graphs[kind, size] = graph
+            self._graphs[kind, size, queries] = graph
         progress(len(wanted), len(wanted))
 
     def forget(self) -> None:
@@ -121,6 +133,9 @@ class GraphRunner:
         self, step: input_batch.ArrangedStep, updates: tuple[input_batch.Words, input_batch.Words]
     ) -> None:
         """Queue a step's inputs and its forward."""
+        if step.queries > 1:
+            self._queue_drafts(step, updates)
+            return
         tiles = self._tile_planner.tiles(step.chunks)
         kind = "split" if len(tiles) == input_batch.SPLIT_COLUMNS else "mixed"
         if self.apart and not step.chunks:
@@ -128,7 +143,8 @@ class GraphRunner:
         buckets = self.row_buckets if kind == "decode" else self.token_buckets
         size = next((size for size in buckets if size >= step.tokens), 0)
         layout = self._tile_planner.layout(kind, size)
-        graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
+        fits = tiles.shape[1] <= layout.tiles or kind == "decode"
+        graph = self._graphs.get((kind, size, 1)) if fits else None
         if size > _TOKEN_BUCKETS[-1] and self._tile_planner.needs_dense(step):
             graph = None
         if graph is not None:
@@ -149,21 +165,48 @@ class GraphRunner:
             hidden, self._hidden[: step.samples.shape[1]], self._staging.words[: self._tile_planner.samples]
         )
 
-    def answer(self) -> tuple[Tensor, Event]:
-        """Pinned memory for ids and done `[2, rows]` of a step, and an event: both for `sample`."""
+    def drafts_of(self, rows: int, wanted: int) -> int:
+        """The drafts of each row in a step of so many rows of which some want `wanted`; 0: it has none."""
+        fits = [queries - 1 for size, queries in self._draft_buckets if size >= rows]
+        return min((count for count in fits if count >= wanted), default=max(fits, default=0))
+
+    def _queue_drafts(
+        self, step: input_batch.ArrangedStep, updates: tuple[input_batch.Words, input_batch.Words]
+    ) -> None:
+        size = self._draft_rows(step.tokens // step.queries, step.queries)
+        layout = self._tile_planner.layout("decode", size, step.queries)
+        self._staging.stage(layout, step, self._tile_planner.whole_tiles(step.chunks), updates)
+        if (graph := self._graphs.get(("decode", size, step.queries))) is not None:
+            graph.replay()
+        else:
+            self._forward(layout, size)
+
+    def _draft_rows(self, rows: int, queries: int) -> int:
+        return min(size for size, each in self._draft_buckets if size >= rows and each == queries)
+
+    def answer(self, rows: int, queries: int = 1) -> tuple[Tensor, Event]:
+        """Pinned memory for a step's ids and done `[2, at least rows]`, or with drafts what
+        kernels.drafts.gpu.accept gives; and an event. Both are for `sample`."""
         self._turn = (self._turn + 1) % input_batch.RING
-        return self._results[self._turn], Event()  # type: ignore[no-untyped-call]  # no annotations in torch
+        shape = 2, self._chosen.shape[1]
+        if queries > 1:
+            shape = queries + COLUMNS, self._draft_rows(rows, queries)
+        answer = self._results[self._turn][: shape[0] * shape[1]].view(shape)
+        return answer, Event()  # type: ignore[no-untyped-call]  # no annotations in torch
 
     def sample(self, count: int, answer: Tensor, ready: Event) -> None:
-        """Queue the head and the sampler for the first `count` sample rows of the step queued last. `answer`
-        gets ids and done, valid after `ready`."""
+        """Queue the head and the sampler for the first `count` sample rows of the step queued last, each with
+        its drafts. `answer` is valid after `ready`."""
+        queries = max(len(answer) - COLUMNS, 1)
         size = next(size for size in self.row_buckets if size >= count)
-        graph = self._graphs.get(("sample", size))
+        if queries > 1:
+            size = self._draft_rows(count, queries)
+        graph = self._graphs.get(("sample", size, queries))
         if graph is None:
-            self._sample(self._tile_planner.layout("sample", size), size)
+            self._sample(self._tile_planner.layout("sample", size, queries), size)
         else:
             graph.replay()
-        move(self._chosen, answer)
+        move(self._chosen if queries == 1 else self._accepted[: answer.numel()], answer)
         ready.record()
 
     def logits(self, count: int) -> Tensor:
@@ -195,12 +238,27 @@ class GraphRunner:
     def _forward(self, layout: input_batch.Layout, size: int) -> None:
         rows = min(size, self._slots.spare_slot) if self.apart else 0
         received = None if self._received is None else self._received[:size]
-        self._model.hidden(self._staging.step(layout, rows), self._hidden[:size], received)
+        self._model.hidden(self._staging.step(layout, rows), self._hidden[: layout.tokens], received)
 
     def _sample(self, layout: input_batch.Layout, size: int) -> None:
-        columns = self._staging.words[: layout.token_at].view(3, -1)
-        logits = self._model.logits(self._hidden, columns[0, :size])
-        choose(logits, columns[1], columns[2], self._slots.choices, self._scratch, self._chosen)
+        columns, queries = self._staging.words[: layout.token_at].view(3, -1), layout.queries
+        logits = self._model.logits(self._hidden, columns[0, : size * queries])
+        choices, room = self._slots.choices, self._scratch
+        if queries == 1:
+            choose(logits, columns[1], columns[2], choices, room, self._chosen)
+            return
+        choose(logits, columns[1], columns[2], choices, room, self._tried, verifies=True)
+        ids_at = layout.token_at + 2 * layout.tokens
+        ids = self._staging.words[ids_at : ids_at + layout.tokens]
+        answer = self._accepted[: (queries + COLUMNS) * size].view(-1, size)
+        accept((columns[0], columns[1]), self._tried, ids, choices, answer)
+
+
+def draft_buckets(row_buckets: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Rows and tokens of each row, of the graphs of steps with drafts, of up to `most` tokens."""
+    queries = [1 + count for count in input_batch.DRAFTS]
+    sizes = [size for size in row_buckets if size <= input_batch.MAX_DRAFT_ROWS]
+    return [(size, each) for size in sizes for each in queries if size * each <= most]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ graph_runner.py calls it. The words:
     tiles: slots, rows, starts, counts, and if tiles may be split part, parts, merges [4 or 7 * tiles] |
     device-state updates: indices, values
 
-Decode rows come first, then the chunks; the rest of a bucket is padding on the spare slot.
+Decode rows come first, then the chunks; the rest of a bucket is padding on the spare slot. In a step with
+drafts a row has a token for each, of which only the device has the id and the position.
 """
 
 from __future__ import annotations
@@ -26,7 +27,20 @@ from torch.cuda import Event
 
 from kernels.attention.decode import DecodeRows
 from kernels.attention.prefill import PrefillSplit, PrefillTiles, PrefillTuning, parts_room, tile_queries
-from kernels.elementwise.gpu import FROM_DEVICE, Resolved, SlotState, move, resolve, scatter
+from kernels.drafts.gpu import propose
+from kernels.drafts.ref import MOST
+from kernels.elementwise.gpu import (
+    AT_PLACE,
+    FROM_DEVICE,
+    NO_DRAFT,
+    DraftState,
+    Resolved,
+    SlotState,
+    move,
+    place_tiles,
+    resolve,
+    scatter,
+)
 from kernels.sampling.gpu import Choices, mask_room
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.loader import Loaded
@@ -35,7 +49,7 @@ from services.executor.cuda.model import ForwardStep
 from services.executor.parallel.step_split import Chunk
 from services.executor.sampling.sampler import NO_TOKEN, STOP_IDS, SlotTokens, seed_key, slot_row
 from shared.errors import EngineError
-from shared.messages import Ints, SlotOpen, StepPlan
+from shared.messages import AT_DEVICE, FROM_HOST, Ints, SlotOpen, StepPlan
 
 Words = NDArray[np.int32]
 
@@ -44,6 +58,8 @@ DENSE_TOKENS = 1024  # from here on cuDNN, which reads no block table, attends a
 DENSE_STEP = 512  # cuDNN attends multiples of this: it plans each length once, which takes 80 ms
 RING = 8  # steps with inputs or answers in pinned memory at once: more than are ever in flight
 LONG_TOKENS = 4096
+DRAFTS = (1, 3, 7)  # of each row of a step: its graphs
+MAX_DRAFT_ROWS = 64  # in a step with drafts
 _CHUNKS = 32  # in a mixed graph besides decodes: each may end in a tile that is not full
 
 # In units of a program's time for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
@@ -62,6 +78,7 @@ class ArrangedStep:
     columns: Words  # [3, tokens]: slots, positions, ids
     chunks: tuple[Chunk, ...]
     samples: Words  # [3, samples]: token rows, slots, positions of the new tokens
+    queries: int = 1  # tokens of each row; over 1: the last token and drafts
 
 
 NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)
@@ -71,12 +88,14 @@ IDLE = ArrangedStep(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0),
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets in the buffer, in words. `tiles` 0: a decode step; `split`: tiles may be split."""
+    """Offsets in the buffer, in words. `tiles` 0: a decode step; `split`: tiles may be split; `queries`: see
+    ArrangedStep."""
 
     samples: int
     tokens: int
     tiles: int
     split: bool = False
+    queries: int = 1
 
     @property
     def token_at(self) -> int:
@@ -97,9 +116,12 @@ class Layout:
 
 def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> ArrangedStep:
     """Put a plan's rows in token order, decode rows first; if not `apart`, decode rows are chunks of one
-    token. Raises EngineError for a slot that is not open or tokens that are not recorded."""
+    token. A row at the device's place has no drafts. Raises EngineError for a slot that is not open or tokens
+    that are not recorded."""
     rows, starts, counts = _numbers(plan.slots), _numbers(plan.starts), _numbers(plan.counts)
     fed = _numbers(plan.from_device)
+    placed = fed == AT_DEVICE
+    starts[placed], counts[placed] = AT_PLACE, 1
     alone = (counts == 1) & apart
     decode = np.flatnonzero(alone)
     order = np.concatenate((decode, np.flatnonzero(~alone))) if len(decode) < len(counts) else decode
@@ -124,10 +146,38 @@ def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged
         for i in order[len(decode) :].tolist()
     )
     sampled = _numbers(plan.sample_rows)
-    samples = np.stack(
-        (first[sampled] + counts[sampled] - 1, _numbers(plan.sample_slots), starts[sampled] + counts[sampled])
-    )
+    ends = np.where(placed, -1, starts + counts)
+    samples = np.stack((first[sampled] + counts[sampled] - 1, _numbers(plan.sample_slots), ends[sampled]))
     return ArrangedStep(tokens, len(decode), columns, chunks, samples)
+
+
+def can_have_drafts(plan: StepPlan) -> bool:
+    """Whether a step may have drafts: its rows are decodes, each sampled for its own slot, and some row asks
+    for drafts."""
+    if AT_DEVICE not in plan.from_device or FROM_HOST in plan.from_device:
+        return False
+    if len(plan.slots) > MAX_DRAFT_ROWS or max(plan.counts) == 1:
+        return False
+    own = sorted(zip(plan.sample_rows, plan.sample_slots, strict=True))
+    return own == list(enumerate(plan.slots))
+
+
+def arrange_drafts(plan: StepPlan, count: int, *, apart: bool = True) -> ArrangedStep:
+    """The step of a plan that can have drafts: each row has its last token and `count` places for drafts, of
+    which it uses those that the plan asks for; if not `apart`, rows are chunks."""
+    rows, queries = len(plan.slots), 1 + count
+    slots, wanted = np.repeat(_numbers(plan.slots), queries), np.repeat(_numbers(plan.counts), queries)
+    placed = np.repeat(_numbers(plan.from_device), queries) == AT_DEVICE
+    starts, ahead = np.repeat(_numbers(plan.starts), queries), np.tile(np.arange(queries), rows)
+    ids = np.where(ahead < np.where(placed, wanted, 1), FROM_DEVICE - ahead, NO_DRAFT)
+    columns = np.stack((slots, np.where(placed, AT_PLACE, starts), ids)).astype(np.int32)
+    chunks = () if apart else tuple(
+        Chunk(slot, row * queries, AT_PLACE, queries) for row, slot in enumerate(plan.slots)
+    )  # fmt: skip
+    tokens = (_numbers(plan.sample_rows)[:, None] * queries + np.arange(queries)).reshape(-1)
+    positions = np.where(placed, -1 - ahead, starts + 1 + ahead)[tokens]
+    samples = np.stack((tokens, slots[tokens], positions))
+    return ArrangedStep(rows * queries, rows if apart else 0, columns, chunks, samples, queries)
 
 
 def _numbers(column: Ints) -> NDArray[np.int64]:
@@ -267,8 +317,12 @@ class TilePlanner:
         """Whether splits can speed up a step of so many tokens."""
         return tokens // self._tile < self._splits.entries
 
-    def layout(self, kind: str, size: int) -> Layout:
-        """The layout of the graph of a kind for `size` tokens or rows."""
+    def layout(self, kind: str, size: int, queries: int = 1) -> Layout:
+        """The layout of the graph of a kind for `size` tokens or rows, of `queries` tokens each."""
+        if queries > 1:
+            tokens = size * queries
+            tiles = 0 if self.apart else -(-queries // self._tile) * size
+            return Layout(-(-tokens // 4) * 4, tokens, -(-tiles // 4) * 4, queries=queries)
         if kind in ("decode", "sample"):
             return Layout(self.samples, size, 0)
         split = kind == "split"
@@ -313,6 +367,7 @@ class InputStaging:
     def __init__(self, loaded: Loaded, slots: CudaSlots, tile_planner: TilePlanner, tokens: int) -> None:
         """`tokens`: the most in a step."""
         self._cache, self._slots, self._parts = loaded.cache, slots, tile_planner.parts
+        self._apart = tile_planner.apart
         rows, device = slots.spare_slot, loaded.cache.tensor.device
         words = tile_planner.longest(tokens + rows + 16).words + 2 * len(slots.words)
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
@@ -349,18 +404,25 @@ class InputStaging:
         free.record()
 
     def step(self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
-        """Launch the kernel that resolves the staged words; the tensors of a forward over them."""
-        tokens, at = layout.tokens, layout.token_at
+        """Launch the kernel that resolves the staged words, and before it the one that proposes drafts if the
+        step has any; the tensors of a forward over them."""
+        tokens, at, queries = layout.tokens, layout.token_at, layout.queries
         found = Resolved(self._found[0, :tokens], self._found[1, :tokens], self._lengths[: max(rows, 1)])
         state, words = self._slots.state, self.words
-        resolve(words[at:], state, self._cache.spare, self._cache.block_tokens, found)
-        slots = words[at : at + tokens]
+        slots, ids = words[at : at + tokens], words[at + 2 * tokens : at + 3 * tokens]
+        if queries > 1 and state.drafts is not None:
+            propose(slots, queries, state.done, state.drafts)
+        resolve(words[at:], state, self._cache.spare, self._cache.block_tokens, found, queries)
         tiles = None
         if layout.tiles:
             named = words[layout.tile_at : layout.words].view(layout.tile_columns, -1)
             split = PrefillSplit(named[4], named[5], named[6], self._parts) if layout.split else None
             tiles = PrefillTiles(named[0], named[1], named[2], named[3], state.tables, split)
-        decode = DecodeRows(slots[:rows], found.lengths, state.tables) if rows else None
+            if state.drafts is not None and not self._apart:
+                place_tiles((named[0], named[1], named[2], named[3]), ids, state.drafts.places, queries)
+        decode = None
+        if rows:
+            decode = DecodeRows(slots[: rows * queries], found.lengths, state.tables, queries, ids)
         return ForwardStep(found, words[at + tokens : at + 2 * tokens], decode, tiles, dense)
 
 
@@ -378,13 +440,17 @@ def padded(tokens: int) -> int:
 class CudaSlots:
     """The state of all slots on a GPU, in one buffer of 32-bit words.
 
-        tables [slots + 1, blocks] | last token | done | max length | row of the slot table |
-        seed | whether it has a grammar | stop ids
+        tables [slots + 1, blocks] | last token | done | place | tokens of the prompt, of the prediction |
+        max length | row of the slot table | seed | whether it has a grammar | stop ids
 
     So an opened slot and a step's block-table deltas are both updates of words. They collect on the host and
     go with the next step's inputs, in one copy and one launch. The last slot is spare: padding uses it.
 
-    Samples of another stage of a pipeline also become updates."""
+    Samples of another stage of a pipeline also become updates.
+
+    With drafts the device has the place of each slot's last token, and the tokens before it: those of
+    SlotOpen are copied when a step first asks for drafts of the slot, the others are written by the kernels
+    that choose them."""
 
     def __init__(
         self,
@@ -394,8 +460,10 @@ class CudaSlots:
         max_context: int,
         device: torch.device,
         vocab: int,
+        *,
+        drafts: bool = False,
     ) -> None:
-        """`vocab`: the width of the logits."""
+        """`vocab`: the width of the logits; `drafts`: steps may have some."""
         self._record = SlotTokens(count, max_context)
         self.tokens, self.close = self._record.tokens, self._record.close
         rows = count + 1
@@ -405,14 +473,24 @@ class CudaSlots:
         self._sampled: dict[int, tuple[int, int]] = {}  # more updates by slot: last token, done
         self._recording = threading.Lock()
         sizes = {
-            "table": rows * table_blocks, "last": rows, "done": rows, "length": rows,
+            "table": rows * table_blocks, "last": rows, "done": rows, "place": rows, "prompt": rows,
+            "predicted": rows, "length": rows,
             "sampling": len(PARAMETERS) * rows, "seed": 2 * rows, "masked": rows, "stop": STOP_IDS * rows,
         }  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes.values())]).tolist()
         self._at = dict(zip(sizes, begins, strict=False))
         self.words = torch.zeros(begins[-1], dtype=torch.int32, device=device)
         part = {name: self.words[at : at + sizes[name]] for name, at in self._at.items()}
-        self.state = SlotState(part["table"].view(rows, table_blocks), part["last"], part["done"])
+        found = None
+        if drafts:
+            history = torch.zeros(rows, max_context + 1, dtype=torch.int32, device=device)
+            ids = torch.full((rows, MOST), NO_TOKEN, dtype=torch.int32, device=device)
+            found = DraftState(part["place"], ids, part["length"], part["prompt"], part["predicted"], history)
+        self.state = SlotState(part["table"].view(rows, table_blocks), part["last"], part["done"], found)
+        # Tokens and predictions of slots that the device's history lacks.
+        self._uncopied: dict[int, tuple[Ints, Ints]] = {}
+        self._opened = set[int]()  # with updates that are not taken
+        self._again = False  # one of them twice
         self.choices = Choices(
             parameters=part["sampling"].view(torch.float32).view(rows, -1),
             seeds=part["seed"].view(torch.int64),
@@ -422,6 +500,8 @@ class CudaSlots:
             done=part["done"],
             masked=part["masked"],
             masks=mask_room(count, vocab, device),
+            places=None if found is None else found.places,
+            history=None if found is None else found.history,
         )
         self.state.tables.fill_(spare)
         self.state.done[self.spare_slot] = 1
@@ -431,9 +511,18 @@ class CudaSlots:
         """Set up a slot with the next step's updates. Raises EngineError for one that cannot be."""
         slot, (limit, stops) = opened.slot, self._record.open(opened)
         self._sampled.pop(slot, None)
+        self._again |= slot in self._opened
+        self._opened.add(slot)
         self._set("last", slot, [opened.tokens[-1] if opened.tokens else 0])
         self._set("done", slot, [0])
+        self._set("place", slot, [max(len(opened.tokens) - 1, 0)])
         self._set("length", slot, [limit])
+        if self.state.drafts is not None:
+            room = self.state.drafts.history.shape[1] - limit  # after the sequence's own tokens
+            predicted = opened.prediction[: max(room, 0)]
+            self._set("prompt", slot, [opened.prompt_tokens])
+            self._set("predicted", slot, [len(predicted)])
+            self._uncopied[slot] = opened.tokens, predicted
         self._set("sampling", slot, slot_row(opened.sampling).view(np.int32))
         self._set("seed", slot, np.array([seed_key(opened.seed)], dtype=np.int64).view(np.int32))
         self._set("masked", slot, [int(bool(opened.grammar))])
@@ -443,6 +532,22 @@ class CudaSlots:
         """Forget the updates of slots, which are all closed."""
         self._unset.clear()
         self._sampled.clear()
+        self._uncopied.clear()
+        self._opened.clear()
+        self._again = False
+
+    def copy_histories(self, slots: Ints) -> None:
+        """Queue the copies of the tokens of slots that the device's history lacks."""
+        drafts = self.state.drafts
+        if drafts is None or self._uncopied.keys().isdisjoint(slots):
+            return
+        for slot in slots:
+            tokens, predicted = self._uncopied.pop(slot, ((), ()))
+            history = drafts.history[slot]
+            for ids, at in ((tokens, 0), (predicted, len(history) - len(predicted))):
+                if ids:
+                    held = torch.tensor(ids, dtype=torch.int32, pin_memory=history.is_cuda)
+                    history[at : at + len(ids)].copy_(held, non_blocking=True)
 
     def take_updates(self, plan: StepPlan) -> tuple[Words, Words]:
         """The updates before this plan's forward: indices in `words`, and values."""
@@ -463,7 +568,13 @@ class CudaSlots:
         taken, self._unset = self._unset, []
         if not taken:
             return UNSET
-        return np.concatenate([at for at, _ in taken]), np.concatenate([words for _, words in taken])
+        places, values = (np.concatenate(column) for column in zip(*taken, strict=True))
+        if self._again:  # a slot was opened twice: the device sets all words at once
+            places, last = np.unique(places[::-1], return_index=True)
+            values = values[::-1][last]
+        self._opened.clear()
+        self._again = False
+        return places, values
 
     def record_sampled(self, slots: list[int], ids: Ints, done: Ints) -> None:
         """Record the choices of another stage (columns as in StepResult) for the next step's updates. For the

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import answer as sent
-from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, idle_fields
+from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text, valid
 from shared import api
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
@@ -324,10 +324,7 @@ class MessagesRequest(CountTokensRequest):
 
 def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body:
     """The fields of a chat of the OpenAI API. Raises BadRequest."""
-    try:
-        asked = kind.model_validate(api.present(fields, "input", "input_schema", "schema"))
-    except ValidationError as error:
-        raise api.bad_field(error) from error
+    asked = valid(kind, api.present(fields, "input", "input_schema", "schema"))
     body: Body = {name: fields[name] for name in _SAME if name in fields}
     body["messages"] = _turns(asked)
     if asked.tools:
@@ -472,10 +469,9 @@ def _usage(usage: Body) -> Body:
     }
 
 
-class MessageEvents:
+class MessageEvents(Chunks):
     """The events of one stream, from the chunks of the OpenAI API."""
 
-    media_type: ClassVar = EVENTS
     ping: ClassVar = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, call: Call, echoed: Sequence[str] = ()) -> None:
@@ -492,10 +488,6 @@ class MessageEvents:
             self._prompt_tokens = frame.get("prompt_tokens", 0)
         chunks = self._chunks.convert(prompt, frame)
         return [event for chunk in chunks for event in self._events(json.loads(chunk))]
-
-    def write(self, chunks: Sequence[str]) -> bytes:
-        """Events are whole."""
-        return "".join(chunks).encode("utf-8", "replace")
 
     def end(self, error: Body | None) -> bytes:
         """An event with the error that ended the stream."""
@@ -548,7 +540,7 @@ class MessageEvents:
 
 
 def _event(type: str, **fields: Any) -> str:
-    data = json.dumps({"type": type, **fields}, ensure_ascii=False, separators=(",", ":"))
+    data = to_text({"type": type, **fields})
     return f"event: {type}\ndata: {data}\n\n"
 
 
@@ -585,7 +577,7 @@ async def count_tokens(endpoints: Endpoints, request: Request) -> Response:
 def build() -> doc.Part:
     """Anthropic's API."""
     post = partial(doc.post, api="Anthropic")
-    whole = post("Messages", "answer a conversation (Anthropic)", doc.GENERATING, stream=True)
+    whole = post("Messages", "answer a conversation (Anthropic)", doc.GENERATING, stream=doc.EVENTS)
     count = post("CountTokens", "the size of a prompt (Anthropic)", doc.ASKING)
     lines = (
         doc.Operation("POST", "/v1/messages", partial(Endpoints.generate, api=MESSAGES), whole),
@@ -597,7 +589,7 @@ def build() -> doc.Part:
     schemas = {
         "MessagesAnswer": doc.object_of(
             id=doc.TEXT, type=doc.one_of("message"), role=doc.one_of("assistant"), model=doc.TEXT,
-            content={"type": "array", "items": {"type": "object"}},
+            content=doc.list_of({"type": "object"}),
             stop_reason=doc.one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
             stop_sequence=doc.WORD, usage=usage,
         ),

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +27,7 @@ from starlette.responses import Response
 from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import answer
-from services.gateway.openai_response import EVENTS, OPENAI, PING, ChunkBuilder, changed
+from services.gateway.openai_response import OPENAI, ChunkBuilder, Chunks, changed, to_text
 from services.gateway.store import COMPLETED, ENDED, Store, call_of, found, may_send_events
 from shared.client.client import Client, error_of
 from shared.errors import BadRequest
@@ -96,7 +96,6 @@ def _accepted(
 
 _CHUNK_NUMBER = "(?:-1|[0-9]{1,12})"
 _ID = re.compile(rf"([0-9]{{1,12}})\.({_CHUNK_NUMBER}(?:,{_CHUNK_NUMBER}){{0,127}})")
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class LastId:
     attempt: int = 0
     numbers: tuple[int, ...] = ()
 
-    def of(self, choice: int) -> int:
+    def number_of(self, choice: int) -> int:
         """The number of a choice, -1 for none."""
         return self.numbers[choice] if choice < len(self.numbers) else -1
 
@@ -121,11 +120,8 @@ def read_last_id(text: str) -> LastId:
     return LastId(int(found[1]), tuple(map(int, found[2].split(","))))
 
 
-class NumberedChunks:
+class NumberedChunks(Chunks):
     """The chunks of one stream after a place."""
-
-    media_type: ClassVar = EVENTS
-    ping: ClassVar = PING
 
     def __init__(self, call: Call, echoed: Sequence[str] = (), last: LastId | None = None) -> None:
         self._chunks = ChunkBuilder(replace(call, include_usage=True), echoed)
@@ -143,10 +139,6 @@ class NumberedChunks:
         chunks = [json.loads(chunk) for chunk in self._chunks.convert(prompt, frame)]
         return [event for chunk in chunks for event in self._numbered(chunk)]
 
-    def write(self, chunks: Sequence[str]) -> bytes:
-        """Chunks are whole."""
-        return "".join(chunks).encode("utf-8", "replace")
-
     def end(self, error: Body | None) -> bytes:
         """`[DONE]`, or the error, without an id: a reader may come back."""
         return self._chunks.end(error)
@@ -158,7 +150,7 @@ class NumberedChunks:
         self._attempt = attempt
         textless = max(self._last.numbers, default=-1) <= self._opening
         if first and (self._last.attempt == attempt or textless):
-            self._after = [self._last.of(choice) for choice in range(len(self._after))]
+            self._after = [self._last.number_of(choice) for choice in range(len(self._after))]
 
     def _numbered(self, chunk: Body) -> Iterator[str]:
         choice = chunk["choices"][0]["index"] if chunk["choices"] else 0
@@ -177,7 +169,7 @@ class NumberedChunks:
             for key in {name, "reasoning"} & holder.keys():
                 holder[key] = text[-wanted:]
         place = ",".join(map(str, self._numbers))
-        yield f"id: {self._attempt}.{place}\ndata: {_json(chunk)}\n\n"
+        yield f"id: {self._attempt}.{place}\ndata: {to_text(chunk)}\n\n"
 
 
 def _joined(one: Body, other: Body | None) -> Body:

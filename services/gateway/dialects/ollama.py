@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,34 +24,22 @@ from services.gateway import openapi as doc
 from services.gateway.endpoints import VERSION, Endpoints
 from services.gateway.exchange import answer as sent
 from services.gateway.native_call import served_model, served_models
-from services.gateway.openai_response import Api, Body, ChunkBuilder, idle_fields
-from shared.api import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MAX_TOP_K,
-    NO_EFFECT,
-    NOT_YET,
-    Role,
-    SamplingFields,
-    Stop,
-    Tool,
-    bad_field,
-    only,
-    present,
-    whole_numbers,
-)
+from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text, valid
+from shared import api
 from shared.errors import HeadraceError
 from shared.openai.call import MAX_INPUTS, Call, read_vectors_call, thinking
 from shared.openai.whole_answer import answer
 
+UNTYPED = "application/x-www-form-urlencoded"  # of curl, as in the examples of ollama's API
 LATEST = ":latest"  # ollama's tag of a name without one
 _OPEN = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-_IDLE = Field(None, description=NO_EFFECT)
+_IDLE = Field(None, description=api.NO_EFFECT)
 _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # the others are the same
 _EFFORTS = {"max": "xhigh"}  # likewise
 _OURS = {ours: theirs for theirs, ours in _NAMES.items()}
 _sampling: dict[str, Any] = {
-    _OURS.get(name, name): (field.annotation, field) for name, field in SamplingFields.model_fields.items()
+    _OURS.get(name, name): (field.annotation, field)
+    for name, field in api.SamplingFields.model_fields.items()
 }
 _SamplingOptions = create_model("_SamplingOptions", **_sampling)
 
@@ -61,18 +49,18 @@ Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 def _message(value: object) -> object:
-    return present(value, "arguments")
+    return api.present(value, "arguments")
 
 
 class Options(_SamplingOptions):  # type: ignore[misc,valid-type]  # made at run time
     """Sampling. Other options are ignored: ollama's samplers of its own, and what loads a model."""
 
     model_config = _OPEN
-    _whole = whole_numbers()
+    _whole = api.whole_numbers()
 
     num_predict: int = Field(-1, description="most tokens of the answer; 0 and below: the context's rest")
     seed: int = Field(-1, ge=-(2**63), lt=2**64, description="-1: random")
-    stop: Stop = Field(default_factory=list, description="texts that end the answer")
+    stop: api.Stop = Field(default_factory=list, description="texts that end the answer")
 
 
 class OllamaMessage(BaseModel):
@@ -80,10 +68,10 @@ class OllamaMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Role
+    role: api.Role
     content: str = ""
     thinking: str = ""
-    images: Annotated[Any, only([])] = Field(None, description=NOT_YET)
+    images: Annotated[Any, api.only([])] = Field(None, description=api.NOT_YET)
 
 
 class OllamaRequest(BaseModel):
@@ -92,27 +80,29 @@ class OllamaRequest(BaseModel):
     model_config = _OPEN
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
-    options: Annotated[Options | None, BeforeValidator(present)] = Field(None, description="sampling")
+    options: Annotated[Options | None, BeforeValidator(api.present)] = Field(None, description="sampling")
     format: Literal["", "json"] | dict[str, Any] = Field("", description="JSON, or a schema of it")
     stream: bool = Field(True, description="send the answer in lines")
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(  # a Literal of True would accept 1
         None, description="reasoning, if the chat template can turn it on and off, or its effort"
     )
     keep_alive: Any = Field(None, description="0: the answer to no prompt has the reason `unload`")
-    truncate: Any = Field(None, description=f"{NO_EFFECT}: a conversation over the context is refused")
-    shift: Any = Field(None, description=f"{NO_EFFECT}: the answer ends where the context does")
-    logprobs: Annotated[Any, only(False)] = Field(None, description=NOT_YET)
-    top_logprobs: Annotated[Any, only(0)] = Field(None, description=NOT_YET)
+    truncate: Any = Field(None, description=f"{api.NO_EFFECT}: a conversation over the context is refused")
+    shift: Any = Field(None, description=f"{api.NO_EFFECT}: the answer ends where the context does")
+    logprobs: Annotated[Any, api.only(False)] = Field(None, description=api.NOT_YET)
+    top_logprobs: Annotated[Any, api.only(0)] = Field(None, description=api.NOT_YET)
 
 
 class OllamaChatRequest(OllamaRequest):
     """A conversation to answer."""
 
     messages: list[Annotated[OllamaMessage, BeforeValidator(_message)]] = Field(
-        default_factory=list, max_length=MAX_MESSAGES, description="the conversation so far; empty: no answer"
+        default_factory=list,
+        max_length=api.MAX_MESSAGES,
+        description="the conversation so far; empty: no answer",
     )
-    tools: list[Tool] = Field(
-        default_factory=list, max_length=MAX_TOOLS, description="functions that the model may call"
+    tools: list[api.Tool] = Field(
+        default_factory=list, max_length=api.MAX_TOOLS, description="functions that the model may call"
     )
 
 
@@ -122,10 +112,10 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: str = Field("", description="the text of the user; empty: no answer")
     system: str = Field("", description="instructions")
     raw: bool = Field(False, description="continue the prompt, without the chat template")
-    suffix: Annotated[Any, only("")] = Field(None, description=NOT_YET)
-    template: Annotated[Any, only("")] = Field(None, description=NOT_YET)
-    context: Annotated[Any, only([])] = Field(None, description=NOT_YET)
-    images: Annotated[Any, only([])] = Field(None, description=NOT_YET)
+    suffix: Annotated[Any, api.only("")] = Field(None, description=api.NOT_YET)
+    template: Annotated[Any, api.only("")] = Field(None, description=api.NOT_YET)
+    context: Annotated[Any, api.only([])] = Field(None, description=api.NOT_YET)
+    images: Annotated[Any, api.only([])] = Field(None, description=api.NOT_YET)
 
 
 RequestType = type[OllamaChatRequest] | type[OllamaGenerateRequest]
@@ -135,11 +125,11 @@ class OllamaEmbedRequest(BaseModel):
     """Texts to turn into vectors."""
 
     model_config = _OPEN
-    _whole = whole_numbers()
+    _whole = api.whole_numbers()
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     input: Texts = Field(description="one text or several")
-    dimensions: int | None = Field(None, ge=1, le=MAX_TOP_K, description="leading numbers of each vector")
+    dimensions: int | None = Field(None, ge=1, le=api.MAX_TOP_K, description="leading numbers of each vector")
     truncate: bool | None = Field(None, description="as in embeddings")
     options: Any = _IDLE
     keep_alive: Any = _IDLE
@@ -158,10 +148,7 @@ class OllamaShowRequest(BaseModel):
 def read(fields: Body, kind: RequestType) -> Body:
     """The fields of a chat or a completion of the OpenAI API; `done_reason` if there is nothing to answer.
     Raises BadRequest."""
-    try:
-        asked = kind.model_validate(fields)
-    except ValidationError as error:
-        raise bad_field(error) from error
+    asked = valid(kind, fields)
     body: Body = {"stream": asked.stream}
     if asked.stream:
         body["stream_options"] = {"include_usage": True}
@@ -185,7 +172,7 @@ def read(fields: Body, kind: RequestType) -> Body:
             body["reasoning_effort"] = _EFFORTS.get(asked.think, asked.think)
     if isinstance(asked, OllamaChatRequest):
         tools = {"tools": fields["tools"]} if asked.tools else {}
-        return {**body, **tools, "messages": [_turn(each) for each in asked.messages]}
+        return {**body, **tools, "messages": [_native_message(each) for each in asked.messages]}
     if asked.raw:
         return {**body, "prompt": asked.prompt}
     system = [{"role": "system", "content": asked.system}] if asked.system else []
@@ -202,7 +189,7 @@ def ignored(fields: Body, kind: type[BaseModel]) -> list[str]:
     return names
 
 
-def _turn(message: OllamaMessage) -> Body:
+def _native_message(message: OllamaMessage) -> Body:
     turn: Body = {"role": message.role, "content": message.content, **(message.model_extra or {})}
     return {**turn, "reasoning_content": message.thinking} if message.thinking else turn
 
@@ -264,7 +251,7 @@ def _ending(reason: str, whole: Body) -> Body:
     }
 
 
-class Lines:
+class Lines(Chunks):
     """The lines of one stream, from the chunks of the OpenAI API."""
 
     media_type: ClassVar = b"application/x-ndjson"
@@ -280,10 +267,6 @@ class Lines:
         """The lines for a frame of the native stream. Raises EngineError."""
         chunks = [json.loads(chunk) for chunk in self._chunks.convert(prompt, frame)]
         return [_line({**_head(chunk), **line}) for chunk in chunks if (line := self._taken(chunk))]
-
-    def write(self, chunks: Sequence[str]) -> bytes:
-        """Lines are whole."""
-        return "".join(chunks).encode("utf-8", "replace")
 
     def end(self, error: Body | None) -> bytes:
         """A line with the error that ended the stream."""
@@ -307,7 +290,7 @@ class Lines:
 
 
 def _line(fields: Body) -> str:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return to_text(fields) + "\n"
 
 
 def error_body(error: HeadraceError, request_id: str = "") -> Body:
@@ -352,20 +335,14 @@ def shown(model: Body) -> Body:
 
 def read_show(fields: Body) -> Body:
     """The model of `/api/show`. Raises BadRequest."""
-    try:
-        asked = OllamaShowRequest.model_validate(fields)
-    except ValidationError as error:
-        raise bad_field(error) from error
+    asked = valid(OllamaShowRequest, fields)
     name = asked.model or asked.name
     return {"model": name.removesuffix(LATEST)} if name else {}
 
 
 def read_embed(fields: Body) -> Body:
     """The fields of a call for vectors. Raises BadRequest."""
-    try:
-        asked = OllamaEmbedRequest.model_validate(fields)
-    except ValidationError as error:
-        raise bad_field(error) from error
+    asked = valid(OllamaEmbedRequest, fields)
     body = asked.model_dump(include={"model", "input", "dimensions", "truncate"}, exclude_none=True)
     return {**body, "model": asked.model.removesuffix(LATEST)} if asked.model else body
 
@@ -385,15 +362,17 @@ def embedded(call: Call, natives: Sequence[Body], _: Sequence[str]) -> Body:
 def _api(kind: RequestType, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
     whole = partial(whole_answer, chat=chat)
-    return Api(whole, chunks, partial(read, kind=kind), ignored=partial(ignored, kind=kind))
+    some = partial(ignored, kind=kind)
+    return Api(whole, chunks, partial(read, kind=kind), ignored=some, untyped=UNTYPED)
 
 
 CHAT = _api(OllamaChatRequest, chat=True)
 GENERATE = _api(OllamaGenerateRequest, chat=False)
 EMBED = Api(
-    embedded, read=read_embed, to_call=read_vectors_call, ignored=partial(ignored, kind=OllamaEmbedRequest)
-)
-SHOW = Api(read=read_show, ignored=partial(ignored, kind=OllamaShowRequest))
+    embedded, read=read_embed, to_call=read_vectors_call, untyped=UNTYPED,
+    ignored=partial(ignored, kind=OllamaEmbedRequest),
+)  # fmt: skip
+SHOW = Api(read=read_show, ignored=partial(ignored, kind=OllamaShowRequest), untyped=UNTYPED)
 
 
 async def ask(endpoints: Endpoints, request: Request, *, chat: bool) -> Response:
@@ -440,8 +419,8 @@ def build() -> doc.Part:
     """Ollama's API."""
     post, models = partial(doc.post, api="Ollama"), partial(doc.get, "OllamaModels", api="Ollama")
     many, embed = doc.GENERATING, partial(Endpoints.generate, chat=False, api=EMBED)
-    chat = post("OllamaChat", "answer a conversation (ollama)", many, stream=True)
-    generate = post("OllamaGenerate", "answer a prompt (ollama)", many, stream=True)
+    chat = post("OllamaChat", "answer a conversation (ollama)", many, stream="application/x-ndjson")
+    generate = post("OllamaGenerate", "answer a prompt (ollama)", many, stream="application/x-ndjson")
     lines = (
         doc.Operation("POST", "/api/chat", partial(ask, chat=True), chat),
         doc.Operation("POST", "/api/generate", partial(ask, chat=False), generate),
@@ -455,15 +434,15 @@ def build() -> doc.Part:
     schemas = {
         "OllamaEmbedAnswer": doc.object_of(
             model=doc.TEXT,
-            embeddings={"type": "array", "items": numbers},
+            embeddings=doc.list_of(numbers),
             **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), doc.COUNT),
         ),
         "OllamaChatAnswer": _schema(message={"type": "object"}),
         "OllamaGenerateAnswer": _schema("thinking", response=doc.TEXT, thinking=doc.TEXT),
-        "OllamaModels": doc.object_of(models={"type": "array", "items": {"type": "object"}}),
+        "OllamaModels": doc.object_of(models=doc.list_of({"type": "object"})),
         "OllamaShowAnswer": doc.object_of(
             modified_at=doc.TEXT, details={"type": "object"}, model_info={"type": "object"},
-            capabilities={"type": "array", "items": doc.TEXT},
+            capabilities=doc.list_of(doc.TEXT),
         ),
         "OllamaError": doc.object_of(error=doc.TEXT),
     }  # fmt: skip

@@ -16,11 +16,10 @@ of the new attempt. A text that differs ends a plain stream with an error, since
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +27,7 @@ from starlette.responses import Response
 from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import Gone, answer
-from services.gateway.openai_response import EVENTS, PING, Api, changed, idle_fields
+from services.gateway.openai_response import Api, Chunks, changed, idle_fields, to_text
 from services.gateway.store import COMPLETED, Pause, Store, call_of, found, may_send_events, named_id
 from shared.client.client import Client
 from shared.errors import BadRequest, UnknownRequest
@@ -44,7 +43,6 @@ ATTEMPT_BITS = 32  # of a sequence number; the whole stays below 2^53 for two mi
 _EVENT_ID = re.compile(r"([0-9]{1,7})\.([0-9]{1,10})")
 _NUMBER = re.compile(r"[0-9]{1,16}")
 _YES_OR_NO = {"true": True, "false": False}
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Place(NamedTuple):
@@ -67,11 +65,8 @@ def place_of(sequence_number: int) -> Place:
     return Place((sequence_number >> ATTEMPT_BITS) + 1, sequence_number & (1 << ATTEMPT_BITS) - 1)
 
 
-class ResponseEvents:
+class ResponseEvents(Chunks):
     """The events of one stream."""
-
-    media_type: ClassVar = EVENTS
-    ping: ClassVar = PING
 
     def __init__(
         self, call: Call, echoed: Sequence[str] = (), after: Place = START, *, stored: bool = False
@@ -124,10 +119,6 @@ class ResponseEvents:
             return [*events, *self._written(self._failing(frame["status"], failure))]
         return [*events, *self._finish(frame)]
 
-    def write(self, chunks: Sequence[str]) -> bytes:
-        """Events are whole."""
-        return "".join(chunks).encode("utf-8", "replace")
-
     def end(self, error: Body | None) -> bytes:
         """For an error of a stored response, which goes on without this stream, an event `error`; for any
         other one `response.failed`."""
@@ -138,7 +129,7 @@ class ResponseEvents:
             place = Place(self._attempt, max(self._number, self._after, 0))
             error_event = {name: fields[name] for name in ("code", "message", "param")}
             error_event = {"type": "error", **error_event, "sequence_number": place.sequence_number}
-            return f"event: error\ndata: {_json(error_event)}\n\n".encode("utf-8", "replace")
+            return f"event: error\ndata: {to_text(error_event)}\n\n".encode("utf-8", "replace")
         failure = {"code": "server_error", "message": fields["message"]}
         return self.write([*self._held, *self._written(self._failing("failed", failure))])
 
@@ -223,7 +214,7 @@ class ResponseEvents:
 
     def _sse(self, event: Event) -> str:
         place = Place(self._attempt, event.number)
-        data = _json({"type": event.type, "sequence_number": place.sequence_number, **event.fields})
+        data = to_text({"type": event.type, "sequence_number": place.sequence_number, **event.fields})
         return f"id: {place.attempt}.{place.number}\nevent: {event.type}\ndata: {data}\n\n"
 
 
@@ -350,7 +341,7 @@ def _place(request: Request) -> Place:
 
 
 def _schema() -> doc.Schema:
-    listed: doc.Schema = {"type": "array", "items": {"type": "object"}}
+    listed: doc.Schema = doc.list_of({"type": "object"})
     some: doc.Schema = {"type": "object"}
     yes_or_no: doc.Schema = {"type": "boolean"}
     number: doc.Schema = {"type": "number"}
@@ -382,7 +373,9 @@ def _schema() -> doc.Schema:
 
 def build() -> doc.Part:
     """The Responses API."""
-    made = doc.post("Response", "answer a conversation (Responses API)", (*doc.GENERATING, 410), stream=True)
+    made = doc.post(
+        "Response", "answer a conversation (Responses API)", (*doc.GENERATING, 410), stream=doc.EVENTS
+    )
     gone = doc.get("ResponseDeleted", "delete a response", doc.LOOKING)
     cancelled = doc.get("ResponseAnswer", "cancel a response", doc.LOOKING, operation="cancelresponse")
     stored = doc.stored("Response", "a stored response")

@@ -35,16 +35,7 @@ from shared.errors import (
     Unavailable,
     UnknownRequest,
 )
-from shared.openai.batch_lines import (
-    CANCELLED,
-    COMPLETED,
-    EXPIRED,
-    FAILED,
-    BatchLine,
-    answered,
-    read_line,
-    refused,
-)
+from shared.openai import batch_lines
 from shared.openai.call import Call
 
 FIRST_WINDOW = 8  # lines in flight at first
@@ -335,7 +326,7 @@ class BatchCore:
             case LineStored():
                 return [*self._on_line_stored(event), *self._go_on()]
             case CancelAsked():
-                return [*self._close(CANCELLED), *self._go_on()]
+                return [*self._close(batch_lines.CANCELLED), *self._go_on()]
             case BatchTick():
                 return [*self._on_tick(), *self._go_on()]
             case CallFailed():
@@ -384,7 +375,7 @@ class BatchCore:
         self._since_us = min(self._since_us, self._now_us - self.batch.get(AGE, 0) * 1_000_000)
         self.ok, self.failed = set(event.ok), set(event.failed)
         if self.batch["status"] == CANCELLING:
-            yield from self._close(CANCELLED)
+            yield from self._close(batch_lines.CANCELLED)
         elif self.batch["status"] == VALIDATING and not self._closing:
             yield self._run(CheckFile())
 
@@ -412,7 +403,7 @@ class BatchCore:
             if room > 0 and self._queued_bytes < READ_BYTES:
                 yield self._run(ReadLines(room))
         if self._read_all and not self._queue and not self._flights and self._call is None:
-            yield from self._close(COMPLETED)
+            yield from self._close(batch_lines.COMPLETED)
             yield from self._write()
 
     def _close(self, status: str) -> Iterator[BatchCommand]:
@@ -421,9 +412,9 @@ class BatchCore:
             return
         self._closing, self._close_us = status, self._now_us + CLOSE_US
         self._queue.clear()
-        if status == COMPLETED:
+        if status == batch_lines.COMPLETED:
             return
-        if status == CANCELLED:
+        if status == batch_lines.CANCELLED:
             self.batch |= {"status": CANCELLING, "cancelling_at": self._wall_s}
             yield self._save()
         for flight in [*self._flights.values()]:
@@ -436,10 +427,10 @@ class BatchCore:
             self._call = None  # it is not needed any more
 
     def _write(self) -> Iterator[BatchCommand]:
-        if self._closing != CANCELLED:
+        if self._closing != batch_lines.CANCELLED:
             self.batch |= {"status": FINALIZING, "finalizing_at": self._wall_s}
             yield self._save()
-        yield self._run(WriteFiles(unfinished=self._closing == EXPIRED))
+        yield self._run(WriteFiles(unfinished=self._closing == batch_lines.EXPIRED))
 
     def _on_written(self, event: Written) -> Iterator[BatchCommand]:
         self.batch |= {"output_file_id": event.output, "error_file_id": event.error}
@@ -464,8 +455,8 @@ class BatchCore:
     def _fail(self, *errors: Body) -> Iterator[BatchCommand]:
         """It has failed before its first line."""
         self.batch["errors"] = {"object": "list", "data": [*errors]}
-        self._closing = FAILED
-        yield self._end(FAILED)
+        self._closing = batch_lines.FAILED
+        yield self._end(batch_lines.FAILED)
 
     def _on_call_failed(self, error: HeadraceError) -> Iterator[BatchCommand]:
         """Try again, unless the file is gone or damaged."""
@@ -479,7 +470,7 @@ class BatchCore:
         elif isinstance(self._call, ReadLines):
             self._call = None
             self.batch["errors"] = {"object": "list", "data": [wrong]}
-            yield from self._close(FAILED)
+            yield from self._close(batch_lines.FAILED)
             yield from self._go_on()
 
     # ---- lines -----------------------------------------------------------------------------------
@@ -498,7 +489,7 @@ class BatchCore:
         except HeadraceError as error:  # it was right when the file was checked, by another version
             wrong = error_entry("invalid_request", error.message, number, error.param)
             self.batch["errors"] = {"object": "list", "data": [wrong]}
-            yield from self._close(FAILED)
+            yield from self._close(batch_lines.FAILED)
             return
         flight = _Flight(number, line.custom_id, call, len(raw), [None] * len(call.bodies))
         self._flights[number] = flight
@@ -506,9 +497,9 @@ class BatchCore:
         self._requests |= dict.fromkeys(flight.request_ids(), number)
         yield from self._ask(flight)
 
-    def _called(self, request: str, raw: bytes) -> tuple[BatchLine, Call]:
+    def _called(self, request: str, raw: bytes) -> tuple[batch_lines.BatchLine, Call]:
         """A line and its requests. Raises BadRequest."""
-        line = read_line(raw)
+        line = batch_lines.read_line(raw)
         body = {name: value for name, value in line.body.items() if name != "request_id"}
         drawn = int.from_bytes(sha256(request.encode()).digest()[:4]) >> 1  # sent again, it has the same seed
         defaults = {
@@ -536,7 +527,9 @@ class BatchCore:
             elif self._closing:  # cancelled, or it had no place: it has no record
                 self._forget(flight)
             else:
-                yield self._record(flight, refused(outcome, event.request, flight.custom_id), ok=False)
+                yield self._record(
+                    flight, batch_lines.refused(outcome, event.request, flight.custom_id), ok=False
+                )
             return
         flight.size += event.size
         self._flight_bytes += event.size
@@ -546,10 +539,10 @@ class BatchCore:
             return
         self.window.grow()
         try:
-            body = answered(flight.call, natives, flight.custom_id)
+            body = batch_lines.answered(flight.call, natives, flight.custom_id)
         except (LookupError, TypeError) as error:
             why = EngineError(f"a service answered in another form: {error!r:.120}")
-            yield self._record(flight, refused(why, event.request, flight.custom_id), ok=False)
+            yield self._record(flight, batch_lines.refused(why, event.request, flight.custom_id), ok=False)
         else:
             yield self._record(flight, body, ok=True)
 
@@ -568,7 +561,7 @@ class BatchCore:
         data = bodies.encode({"id": f"batch_req_{self.id}.{flight.number}", **body})
         if len(data) + 1_024 > self.max_payload:  # headers take some of it
             why = PayloadTooLarge(f"the answer of {len(data)} bytes is over the server's limit: ask for less")
-            line = refused(why, flight.call.request_id, flight.custom_id)
+            line = batch_lines.refused(why, flight.call.request_id, flight.custom_id)
             data, ok = bodies.encode({"id": f"batch_req_{self.id}.{flight.number}", **line}), False
         flight.record, flight.due_us = StoreLine(flight.number, ok, data), self._now_us + core.RETRY_US
         return flight.record
@@ -625,7 +618,7 @@ class BatchCore:
         return int(self._age_s - (self.batch["expires_at"] - self.batch["created_at"]))
 
     def _late(self) -> Iterator[BatchCommand]:
-        yield from self._close(EXPIRED)
+        yield from self._close(batch_lines.EXPIRED)
         if self._late_s >= GIVEN_UP_S and self._again_us and isinstance(self._call, WriteFiles):
             yield from self._fail(error_entry("store_full", "its files found no room: delete some files"))
 

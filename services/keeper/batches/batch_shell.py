@@ -63,7 +63,6 @@ class Batches(Part):
         self._store = ObjectStore(keeper.streams)
         self._files = FileVerbs(self._store, keeper.clock)
         self._held: dict[Key, _Held] = {}
-        self.ended = 0  # batches
         if self._here != frozenset():  # an edge without a model has none for batches: the centre answers
             batches = BatchVerbs(keeper, self._store)
             keeper.verbs |= {subjects.FILES_ALL: self._files.answer, subjects.BATCHES_ALL: batches.answer}
@@ -172,7 +171,6 @@ class Batches(Part):
         if self._held:
             self._share()
         if over.status:
-            self.ended += 1
             news = bodies.Ended(id=held.core.id, status=over.status)
             self._bus.publish(subjects.done(held.tenant, held.core.id), bodies.encode(news))
         self._keeper.spawn(self._clean(held, over))

@@ -15,27 +15,12 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from services.scheduler import preemption
-from services.scheduler.kv_tiers.lookups import (
-    MAX_KEYS,
-    count_queued,
-    executor_of,
-    finish,
-    start_job,
-    tier_of,
-)
+from services.scheduler.kv_tiers import lookups
 from services.scheduler.preemption import RecomputeCost
+from services.scheduler.state import transfers
 from services.scheduler.state.cost_model import FAR
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import DECODE, Executor, State
-from services.scheduler.state.transfers import (
-    ANSWER_US,
-    REMOTE,
-    TRY_BLOCKS,
-    Job,
-    JobPhase,
-    LookupResult,
-    Tier,
-)
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import KvCopied, KvCopy, KvPrefetch, KvReady, KvRelease, ints, longs
 
@@ -54,7 +39,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
     if not keys or sequence.reserved < len(keys):
         return
     first = len(sequence.table)
-    remote = result.found[first : first + len(keys)].count(REMOTE)
+    remote = result.found[first : first + len(keys)].count(transfers.REMOTE)
     load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
     costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
@@ -70,8 +55,8 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
         state.counters.loads_declined += 1
         if not _may_try(state, executor):
             return
-        keys, valid = keys[:TRY_BLOCKS], valid[:TRY_BLOCKS]
-        remote = result.found[first : first + len(keys)].count(REMOTE)
+        keys, valid = keys[: transfers.TRY_BLOCKS], valid[: transfers.TRY_BLOCKS]
+        remote = result.found[first : first + len(keys)].count(transfers.REMOTE)
         load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
         executor.up.tried_us = state.now_us
     job = _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us, compute_us))
@@ -93,15 +78,17 @@ def predicted(state: State, executor: Executor, group: SequenceGroup, held_block
     if tier is None or result is None or result.at_us < 0:
         return 0, 0
     found = list(takewhile(bool, result.found[held_blocks:]))
-    return len(found), _load_us(executor, tier, len(found), found.count(REMOTE), state.now_us)
+    return len(found), _load_us(executor, tier, len(found), found.count(transfers.REMOTE), state.now_us)
 
 
-def _available(executor: Executor, sequence: Sequence, result: LookupResult) -> tuple[list[bytes], list[int]]:
+def _available(
+    executor: Executor, sequence: Sequence, result: transfers.LookupResult
+) -> tuple[list[bytes], list[int]]:
     """Keys of the blocks that a tier holds after those of the table, and the tokens in each."""
     first, full = len(sequence.table), (len(sequence.tokens) - 1) // executor.hello.block_tokens
     count = len(list(takewhile(bool, result.found[first:])))
-    if first >= len(result.found) == MAX_KEYS and result.found[-1]:
-        count = MAX_KEYS  # a lookup has no room for more keys: the load will show how many are there
+    if first >= len(result.found) == lookups.MAX_KEYS and result.found[-1]:
+        count = lookups.MAX_KEYS  # a lookup has no room for more keys: the load will show how many are there
     tail = sequence.tail
     keys = sequence.keys[first : min(first + count, full)]
     valid = [executor.hello.block_tokens] * len(keys)
@@ -116,14 +103,14 @@ def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> Non
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return
-    result = LookupResult(state.now_us, (1,) * MAX_KEYS, state.now_us)
+    result = transfers.LookupResult(state.now_us, (1,) * lookups.MAX_KEYS, state.now_us)
     keys, valid = _available(executor, sequence, result)
     if keys and sequence.reserved >= len(keys):
         load_us = _load_us(executor, tier, len(keys), 0, state.now_us)
         _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us))
 
 
-def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: int) -> int:
+def _load_us(executor: Executor, tier: transfers.Tier, blocks: int, remote: int, now_us: int) -> int:
     size = executor.hello.bytes_per_block
     fetch_us = int(remote * size / (tier.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
     # The link works on its queue until KvReady.
@@ -147,20 +134,20 @@ class _Load(NamedTuple):
 
 
 def _send_prefetch(
-    state: State, executor: Executor, tier: Tier, sequence: Sequence, load: _Load
-) -> Job | None:
+    state: State, executor: Executor, tier: transfers.Tier, sequence: Sequence, load: _Load
+) -> transfers.Job | None:
     keys, valid, load_us, compute_us = load
     sequence.reserved -= len(keys)
     blocks = executor.pool.allocate(len(keys))
     sequence.table.extend(blocks)
-    sequence.copies.loads_until = sequence.most_computed if len(sequence.table) >= MAX_KEYS else 0
+    sequence.copies.loads_until = sequence.most_computed if len(sequence.table) >= lookups.MAX_KEYS else 0
     executor.change_rows()  # and it has a job from here on
     if any(source in blocks for source, _ in executor.fork_copies):
         return None  # the next step reads one of them for a fork: compute instead
     deadline_us = min(max(compute_us or MOST_DEADLINE_US, LEAST_DEADLINE_US), MOST_DEADLINE_US)
-    job = start_job(state, executor, tier, blocks, keys)
+    job = lookups.start_job(state, executor, tier, blocks, keys)
     job.up, job.valid, job.seq = True, valid, sequence.seq
-    job.due_us, job.lease_us = state.now_us + deadline_us + ANSWER_US, state.now_us + LEASE_US
+    job.due_us, job.lease_us = state.now_us + deadline_us + transfers.ANSWER_US, state.now_us + LEASE_US
     job.predicted_us, job.recompute_us = load_us, compute_us
     sequence.copies.load_job = job.number
     message = KvPrefetch(
@@ -180,14 +167,14 @@ def on_ready(state: State, source: str, message: KvReady) -> None:
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
     if tier is None:
         return
-    if job is None or job.phase is not JobPhase.REQUESTED or not job.up or job.tier != tier.actor:
+    if job is None or job.phase is not transfers.JobPhase.REQUESTED or not job.up or job.tier != tier.actor:
         state.send(source, KvRelease(jobs=ints([message.job])))
         return
-    executor, sequence = executor_of(state, job), _sequence(state, job)
+    executor, sequence = lookups.executor_of(state, job), _sequence(state, job)
     tier.on_answered(0 if message.from_l2 else state.now_us - job.began_us)
     there = _usable(job, message)
     if executor is None or sequence is None or not there or message.arena_generation != tier.generation:
-        finish(state, job)
+        lookups.finish(state, job)
         if sequence is not None:
             _end(state, job, sequence, "no tier has its blocks any more", came=False)
         return
@@ -200,8 +187,8 @@ def on_ready(state: State, source: str, message: KvReady) -> None:
     state.counters.l1_hit_blocks += there - fetched
     executor.pool.end_copy(job.blocks[there:])
     job.blocks, job.keys, job.valid = job.blocks[:there], job.keys[:there], job.valid[:there]
-    job.phase, job.sent_us = JobPhase.COPYING, state.now_us
-    count_queued(executor, job, there * size)
+    job.phase, job.sent_us = transfers.JobPhase.COPYING, state.now_us
+    lookups.count_queued(executor, job, there * size)
     copy = KvCopy(
         job=job.number,
         to_arena=False,
@@ -214,7 +201,7 @@ def on_ready(state: State, source: str, message: KvReady) -> None:
     state.send(executor.source, copy, sequence.request.trace)
 
 
-def _usable(job: Job, message: KvReady) -> int:
+def _usable(job: transfers.Job, message: KvReady) -> int:
     """How many blocks from the first on are there with enough valid tokens."""
     count = 0
     for at, (offset, valid) in enumerate(zip(message.offsets, message.valid_tokens, strict=False)):
@@ -224,7 +211,7 @@ def _usable(job: Job, message: KvReady) -> int:
     return count
 
 
-def on_copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
+def on_copied(state: State, job: transfers.Job, executor: Executor, message: KvCopied) -> None:
     """A load has ended. If it took longer than the lease, it may have read other bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
@@ -232,7 +219,7 @@ def on_copied(state: State, job: Job, executor: Executor, message: KvCopied) -> 
             executor.up.forget()
         executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
         executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)
-    finish(state, job)
+    lookups.finish(state, job)
     sequence = _sequence(state, job)
     if sequence is None:
         return
@@ -247,11 +234,11 @@ def on_copied(state: State, job: Job, executor: Executor, message: KvCopied) -> 
     state.counters.add_restore(state.now_us - job.began_us, job.predicted_us)
     _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.tier}")
     entries = len(sequence.table)
-    if entries >= MAX_KEYS and sequence.computed == entries * executor.hello.block_tokens:
+    if entries >= lookups.MAX_KEYS and sequence.computed == entries * executor.hello.block_tokens:
         _load_next_part(state, executor, sequence)
 
 
-def _adopt(state: State, executor: Executor, sequence: Sequence, job: Job) -> None:
+def _adopt(state: State, executor: Executor, sequence: Sequence, job: transfers.Job) -> None:
     """Treat the loaded blocks as computed ones."""
     pool, block_tokens = executor.pool, executor.hello.block_tokens
     start = sequence.computed
@@ -263,24 +250,24 @@ def _adopt(state: State, executor: Executor, sequence: Sequence, job: Job) -> No
     full = job.valid.count(block_tokens)  # all but a tail
     blocks, keys = job.blocks[:full], job.keys[:full]
     pool.register(blocks, keys)
-    if tier_of(state, job) is not None:
+    if lookups.tier_of(state, job) is not None:
         for block, key in zip(blocks, keys, strict=True):
             pool.mark_clean(block, key)
     sequence.registered = max(sequence.registered, sequence.computed // block_tokens)
 
 
-def expire(state: State, job: Job) -> None:
+def expire(state: State, job: transfers.Job) -> None:
     """The tier has not answered in time."""
-    finish(state, job)
+    lookups.finish(state, job)
     sequence = _sequence(state, job)
     if sequence is not None:
         _end(state, job, sequence, "no answer in time", came=False)
 
 
-def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = True) -> None:
+def _end(state: State, job: transfers.Job, sequence: Sequence, why: str, *, came: bool = True) -> None:
     """The sequence continues with the tokens that it has."""
     sequence.copies.load_job = 0
-    executor = executor_of(state, job)
+    executor = lookups.executor_of(state, job)
     if executor is not None:
         executor.change_rows()
         if sequence.turn.preemptions:
@@ -296,7 +283,7 @@ def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = T
     )
 
 
-def _sequence(state: State, job: Job) -> Sequence | None:
+def _sequence(state: State, job: transfers.Job) -> Sequence | None:
     """The sequence of a load, if it still waits for it."""
     sequence = state.sequences.get(job.seq)
     return sequence if sequence is not None and sequence.copies.load_job == job.number else None

@@ -10,14 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler import preemption, prefix_cache
-from services.scheduler.kv_tiers.lookups import (
-    count_queued,
-    executor_of,
-    finish,
-    start_job,
-    tier_of,
-    uncount_queued,
-)
+from services.scheduler.kv_tiers import lookups
 from services.scheduler.preemption import RecomputeCost, headroom_blocks
 from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
 from services.scheduler.state.requests import Phase as SequencePhase
@@ -136,10 +129,10 @@ def _store(
     pool, hello = executor.pool, executor.hello
     keys = [key for block in blocks if (key := pool.key_of[block]) is not None]
     preempted = any(is_preempted(state, pool.owner_of[block][0]) for block in blocks)
-    job = start_job(state, executor, tier, blocks, keys)
+    job = lookups.start_job(state, executor, tier, blocks, keys)
     job.due_us, job.lease_us = state.now_us + ANSWER_US, state.now_us + LEASE_US
     job.leaves, job.after_step = leaves, after_step
-    count_queued(executor, job, len(blocks) * hello.bytes_per_block)
+    lookups.count_queued(executor, job, len(blocks) * hello.bytes_per_block)
     message = messages.KvReserve(
         job=job.number,
         owner=executor.source,
@@ -230,9 +223,7 @@ def _is_recompute_faster(executor: Executor, blocks: int, computed: int) -> bool
 
 
 def _next_victim(state: State, executor: Executor) -> Sequence | None:
-    candidates = [
-        s for s in executor.running if not s.turn.pinned and s.parent is None and not s.copies.load_job
-    ]
+    candidates = list(filter(preemption.is_preemptible, executor.running))
     return preemption.in_order(state, executor, candidates)[0] if len(candidates) > 1 else None
 
 
@@ -245,7 +236,7 @@ def on_reserved(state: State, source: str, message: messages.KvReserved) -> None
             state.send(source, messages.KvRelease(jobs=messages.ints([message.job])))
         return
     tier.on_answered(state.now_us - job.began_us)
-    executor = executor_of(state, job)
+    executor = lookups.executor_of(state, job)
     fits = len(message.offsets) == len(job.blocks) and message.arena_generation == tier.generation
     job.written = [int(offset >= 0) for offset in message.offsets] if fits else []
     if executor is None or not any(job.written):
@@ -254,7 +245,7 @@ def on_reserved(state: State, source: str, message: messages.KvReserved) -> None
     offsets = [(b, offset) for b, offset in zip(job.blocks, message.offsets, strict=True) if offset >= 0]
     job.phase = JobPhase.COPYING
     size = executor.hello.bytes_per_block
-    count_queued(executor, job, len(offsets) * size)
+    lookups.count_queued(executor, job, len(offsets) * size)
     copy = messages.KvCopy(
         job=job.number,
         to_arena=True,
@@ -270,13 +261,13 @@ def on_reserved(state: State, source: str, message: messages.KvReserved) -> None
 def on_copied(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
     """The copy has ended. Its bytes are valid if it succeeded within the lease, and all steps that wrote its
     blocks have succeeded."""
-    tier = tier_of(state, job)
+    tier = lookups.tier_of(state, job)
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     ok = ok and job.after_step <= executor.pool.acked_step
     if ok:
         executor.down.observe(job.queued_bytes, message.took_us, state.now_us)
         state.counters.stored_blocks += sum(job.written)
-    uncount_queued(executor, job)
+    lookups.uncount_queued(executor, job)
     if not ok or tier is None:
         state.counters.stores_failed += 1
         _end(state, job, [])
@@ -292,7 +283,7 @@ def on_stored(state: State, source: str, message: messages.KvStored) -> None:
         held = [tier > 0 for tier in message.tiers]
         if (sender := state.tiers.named(source)) is not None:
             sender.stores += 1
-        if (executor := executor_of(state, job)) is not None:
+        if (executor := lookups.executor_of(state, job)) is not None:
             executor.down.observe_store(state.now_us - job.began_us)
         _end(state, job, held, release=False)
 
@@ -305,8 +296,8 @@ def expire(state: State, job: Job) -> None:
 def _end(state: State, job: Job, held: list[bool], *, release: bool = True) -> None:
     """A store has ended. `held`: which of its blocks are in a tier, none if it has another length; the others
     are given up."""
-    finish(state, job, release=release)
-    executor = executor_of(state, job)
+    lookups.finish(state, job, release=release)
+    executor = lookups.executor_of(state, job)
     if executor is None:
         return
     pool = executor.pool
@@ -377,7 +368,7 @@ def _copy_us(state: State, executor: Executor) -> int:
     link = executor.down
     if not link.is_known(state.now_us):
         mine = (job for job in state.tiers.jobs.values() if job.queued_bytes and not job.up)
-        here = [job.began_us for job in mine if executor_of(state, job) is executor]
+        here = [job.began_us for job in mine if lookups.executor_of(state, job) is executor]
         if state.now_us - min(here, default=state.now_us) < LONG_COPY_US:
             return 0
     return _expected_us(executor)

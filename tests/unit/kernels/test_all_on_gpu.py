@@ -115,8 +115,9 @@ def test_decode_rows_of_any_length_however_they_are_divided(processors: int) -> 
     query = normal(len(lengths), HEADS, DIM, seed=2)
     work = decode_work(kv, HEADS, 8, processors, Tuning(tile_tokens=16, per_sm=1))
     out, at = torch.full_like(query, torch.nan), words(*lengths)
-    plan_decode(work, at)
-    attend_decode(query, kv, 1, DecodeRows(slots, at, tables), work, out)
+    rows = DecodeRows(slots, at, tables)
+    plan_decode(work, rows)
+    attend_decode(query, kv, 1, rows, work, out)
     for row, length in enumerate(lengths):
         if not length:
             assert out[row].isnan().all()

@@ -126,6 +126,9 @@ def test_changes_in_any_order_and_twice_make_one_table() -> None:
     other = Aliases(Clock())
     other.apply_all(tables[0][0])
     assert (other.all(), other.stamp) == ([changes[3]], 5)
+    for odd in (b"[1]", b'[{"name": "chat"}]', b"{", b"\xff"):  # of another version: it raises nothing
+        other.apply_all(odd)
+    assert (other.all(), other.stamp) == ([changes[3]], 5)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), max_size=12, unique_by=lambda c: c[1]))

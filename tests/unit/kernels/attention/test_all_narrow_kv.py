@@ -79,8 +79,9 @@ def test_decode_over_what_the_cache_holds(
     query = normal(len(lengths), heads, dim, seed=2).to(dtype)
     work = decode_work(kv, heads, 8, processors, Tuning(tile_tokens=16, per_sm=1))
     out, at = torch.full_like(query, torch.nan), words(*lengths)
-    plan_decode(work, at)
-    attend_decode(query, kv, 1, DecodeRows(slots, at, tables), work, out)
+    rows = DecodeRows(slots, at, tables)
+    plan_decode(work, rows)
+    attend_decode(query, kv, 1, rows, work, out)
     for row, length in enumerate(lengths):
         if not length:
             assert out[row].isnan().all()
@@ -132,9 +133,9 @@ def decode(query: torch.Tensor, kv: torch.Tensor, lengths: list[int], tables: to
     """KV of layer 1, or the only one; row i has slot i."""
     work = decode_work(kv, query.shape[1], len(lengths), 2, Tuning(tile_tokens=16, per_sm=1))
     out, at = torch.full_like(query, torch.nan), words(*lengths)
-    plan_decode(work, at)
-    layer = min(1, kv.shape[1] - 1)
-    attend_decode(query, kv, layer, DecodeRows(words(*range(len(lengths))), at, tables), work, out)
+    rows = DecodeRows(words(*range(len(lengths))), at, tables)
+    plan_decode(work, rows)
+    attend_decode(query, kv, min(1, kv.shape[1] - 1), rows, work, out)
     return out
 
 

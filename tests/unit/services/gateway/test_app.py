@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import re
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from starlette.types import ASGIApp, Message, Scope
 from support.memory_bus import MemoryBroker
 from support.virtual_loop import FakeClock
 
+from services.gateway import app
 from services.gateway.app import MET_503, _route, build_app
 from services.gateway.endpoints import Endpoints
 from services.gateway.native_call import Fleet, Health, TenantConnections
@@ -23,6 +26,10 @@ from shared.client.client import Client
 from shared.errors import Unavailable
 
 SECRET = "request r-1 of acme has met the death of its third scheduler"
+
+
+SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+DIALECT = re.compile("ollama|anthropic|/api/|/v1/(responses|messages)", re.IGNORECASE)
 
 
 class Away:
@@ -120,6 +127,21 @@ async def test_an_error_has_the_shape_of_its_api_before_its_handler_runs(
         assert {name: type(answer.json()[name]) for name in shape} == shape
 
 
+def test_gateway_names_no_dialect_outside_its_module() -> None:
+    """Neither by its name nor by its paths."""
+    found = []
+    for path in Path(app.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        docs = [ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, SCOPES)]
+        found += [
+            (path.name, text)
+            for text in texts
+            if isinstance(text, str) and text not in (*docs, *app.PARTS) and DIALECT.search(text)
+        ]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("path", "route"),
     [
@@ -152,12 +174,12 @@ class Served:
 
 @pytest.mark.parametrize(("path", "status"), [("/docs", 200), ("/v1/models", 503)])
 async def test_a_request_leaves_memory_at_its_end_without_a_collection(path: str, status: int) -> None:
-    app = away()
+    served_by = away()
     gc.collect()
     gc.disable()
     try:
         served = Served(path)
-        await app(served.scope, served.receive, served.send)
+        await served_by(served.scope, served.receive, served.send)
         assert served.status == status
         left = weakref.ref(served)
         del served

@@ -177,6 +177,24 @@ def test_every_reference_leads_somewhere() -> None:
     assert described["paths"]["/v1/completions"]["post"]["responses"].keys() >= {"200", "429", "503", "504"}
 
 
+@pytest.mark.parametrize(
+    ("more", "right"),
+    [
+        ({}, True),
+        ({"metadata": None, "webhook": None}, True),
+        ({"metadata": {"a": "b"}, "webhook": "https://a.example/"}, True),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3_600}}, True),
+        ({"output_expires_after": {"seconds": 1}}, False),
+        ({"metadata": {"a": 1}}, False),
+        ({"input_file_id": None}, False),
+        ({"colour": "red"}, False),
+    ],
+)
+def test_document_takes_a_batch_when_the_keeper_takes_it(more: dict[str, Any], right: bool) -> None:
+    fields = {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h", **more}
+    assert valid("BatchRequest", fields) is right
+
+
 def test_no_default_is_named_where_a_model_may_state_another() -> None:
     """A client that fills in the defaults of the document would override the model's."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

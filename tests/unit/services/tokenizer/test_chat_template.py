@@ -11,7 +11,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.tokenizer.actor import load_model
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.structured_output import Tools
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.vocab.files import ModelFiles
@@ -105,7 +104,7 @@ def test_names_within_tools_and_calls_stay_text(vocabulary: Vocabulary) -> None:
     given = {"type": "function", "function": {"name": "f", "parameters": {"properties": {ATTACK: ATTACK}}}}
     call = {"function": {"name": "f", "arguments": {ATTACK: [ATTACK]}}}
     messages = [{"role": "assistant", "content": "", ATTACK: ATTACK, "tool_calls": [call]}]
-    ids = ChatTemplate(vocabulary).encode(messages, Tools([given], "", True), False, WALL_US)
+    ids = ChatTemplate(vocabulary).encode(messages, [given], False, WALL_US)
     assert [i for i in ids if i in (0, 1, 2)] == [2]
     assert vocabulary.decode(ids).count("<|im_end|>") == 2 * 2 + 4
 

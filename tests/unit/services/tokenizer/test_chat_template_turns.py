@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from support.structured import tools_of
+from support.structured import given_of
 from support.template_shapes import SHAPES
 from support.text_models import write_bpe_gguf
 
@@ -69,7 +69,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 
 def prompt(vocabulary: Vocabulary, source: str, messages: list[Any], tools: Any = TOOLS) -> str:
-    taken = None if tools is None else tools_of({"tools": tools})
+    taken = None if tools is None else given_of(tools)
     ids = ChatTemplate(vocabulary).encode(messages, taken, True, 0, TemplateOptions(source))
     return vocabulary.decode(ids)
 
@@ -255,7 +255,7 @@ def test_parts_are_joined_by_a_line_break_unless_the_template_goes_through_them(
 def test_text_of_clients_stays_text_beside_markers_that_headrace_writes(vocabulary: Vocabulary) -> None:
     attack = "<|im_end|>"
     turn = {**role_message("assistant", ""), "tool_calls": [call("weather", attack, 1)]}
-    taken = tools_of({"tools": TOOLS})
+    taken = given_of(TOOLS)
     ids = ChatTemplate(vocabulary).encode(
         [role_message("user", "a"), turn, result(attack, 1)], taken, False, 0
     )

@@ -127,7 +127,8 @@ class House(World):
         for name, client in self.clients.items():
             assert client.ends == 1, f"{name} has {client.ends} ends"
         self.assert_idle()
-        assert self.detokenizer.load()["requests"] == self.detokenizer.load()["sequences"] == 0
+        counts = self.detokenizer.status()
+        assert counts["requests"] == counts["sequences"] == 0
         assert self.tokenizer.pending == 0
         assert not self.scheduler.state.tombstones
 

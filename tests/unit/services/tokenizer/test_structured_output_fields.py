@@ -12,6 +12,7 @@ from support.hostile_values import as_response_format, deep, schemas
 from support.json_schemas import SCHEMAS
 from support.structured import grammar_of
 
+from services.tokenizer import prepare
 from services.tokenizer.structured_output import MAX_DEPTH, MAX_GRAMMAR_CHARS
 from shared.answer_formats import grammar
 from shared.errors import BadRequest
@@ -302,3 +303,10 @@ def test_invalid_structured_output_is_refused(fields: dict[str, Any], param: str
     with pytest.raises(BadRequest) as caught:
         grammar_of(fields)
     assert caught.value.param == param
+
+
+def test_request_with_a_form_is_refused_when_forms_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "FORMS", ())
+    with pytest.raises(BadRequest, match="`guided_regex`: answers have no form here: leave it out"):
+        prepare.answer_form_of(prepare.read_request({"prompt": "p", "guided_regex": "a+"}))
+    assert prepare.answer_form_of(prepare.read_request({"prompt": "p"})) is None

@@ -11,7 +11,8 @@ from support.loose_tools import FOLLOWED, LOOSE, tool_with
 from support.structured import grammar_of, tools_of
 
 from services.tokenizer import structured_output
-from services.tokenizer.structured_output import engine_refuses, parsed
+from services.tokenizer.chat_template import parsed
+from services.tokenizer.structured_output import engine_refuses
 from shared.answer_formats import grammar
 from shared.errors import BadRequest
 

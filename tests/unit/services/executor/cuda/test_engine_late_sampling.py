@@ -18,7 +18,7 @@ from support.structured import grammar_of
 
 from kernels.sampling.gpu import choose, scratch
 from loadtest.gpu.structured import vocabulary
-from services.executor.cuda.engine import CudaBackend, DeviceSampling, LateSampling
+from services.executor.cuda.engine import Answered, CudaBackend, DeviceSampling, LateSampling
 from services.executor.cuda.input_batch import ArrangedStep, CudaSlots, Words
 from services.executor.engine import Late, Pending, StepOutput
 from services.executor.sampling.grammar import Grammars, HostRows
@@ -80,7 +80,8 @@ class Device:
         self.unsampled = step.samples.shape[1]
         self._last = self._slots.choices.last_tokens.clone()
 
-    def answer(self) -> tuple[torch.Tensor, Event]:
+    def answer(self, rows: int, queries: int) -> tuple[torch.Tensor, Event]:
+        assert queries == 1, "this device has no drafts"
         return torch.full((2, SLOTS), -9, dtype=torch.int32, device=ON), Event()
 
     def sample(self, count: int, answer: torch.Tensor, ready: Event) -> None:
@@ -228,9 +229,9 @@ def test_a_step_is_sampled_once_though_two_threads_come_for_it() -> None:
     late.put(second)
     late.flush(first)  # the result of a step waits for no masks of the next
     sampling.join(10)
-    assert answers == [([4], [0], (7, {}))]
+    assert answers == [(Answered([4], [0]), (7, {}))]
     assert queued == [1]
-    assert late.answer(second) == ([4], [0], (7, {}))
+    assert late.answer(second) == (Answered([4], [0]), (7, {}))
     assert queued == [1, 2]
 
 
@@ -248,7 +249,7 @@ def test_error_belongs_to_the_step_whose_masks_failed() -> None:
     late.put(second)
     with pytest.raises(ValueError, match="no memory"):
         late.answer(first)
-    assert late.answer(second)[0] == [4]
+    assert late.answer(second)[0].ids == [4]
 
 
 def pending_of(step: int) -> Pending:

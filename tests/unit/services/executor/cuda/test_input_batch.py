@@ -76,6 +76,39 @@ def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
     assert slots.take_updates(made.plan([]))[0].size == 0  # sent once
 
 
+def test_a_slot_opened_twice_before_a_step_has_the_words_of_the_second_opening(slots: CudaSlots) -> None:
+    made = maker()
+    for tokens, limit in (([9, 9, 9], 30), ([4], 12)):
+        slots.open(opened(1, tokens, max_length=limit, sampling=Sampling(temperature=limit / 60)))
+    made.tables = {1: []}
+    places, values = slots.take_updates(made.plan([Row(1, 0, 1)]))
+    assert len({*places.tolist()}) == len(places)
+    slots.words[torch.from_numpy(places).long()] = torch.from_numpy(values)
+    assert (slots.choices.max_lengths[1].item(), slots.choices.last_tokens[1].item()) == (12, 4)
+    assert slots.choices.parameters[1, COLUMN["temperature"]].item() == pytest.approx(0.2)
+    assert slots.state.tables[1].tolist() == [*made.tables[1], *[SPARE] * 5]
+
+
+def test_history_of_a_slot_is_copied_once_with_its_prediction_at_the_end() -> None:
+    slots, made = CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"), 100, drafts=True), maker()
+    slots.open(opened(2, [1, 2, 3], prompt_tokens=2, prediction=ints([7, 8])))
+    slots.open(opened(1, [4], max_length=CONTEXT - 2, prediction=ints([5, 6, 7, 8])))
+    made.tables = {1: [], 2: []}
+    settle(slots, made, [Row(1, 0, 1), Row(2, 0, 3)])
+    drafts = slots.state.drafts
+    assert drafts is not None
+    assert drafts.places[:4].tolist() == [0, 0, 2, 0]
+    assert drafts.prompts[:4].tolist() == [0, 1, 2, 0]
+    assert drafts.predicted[:4].tolist() == [0, 3, 1, 0]  # after the longest answer there is room for so many
+    assert not drafts.history.any()
+    slots.copy_histories(ints([2, 1]))
+    assert drafts.history[2].tolist() == [1, 2, 3, *[0] * (CONTEXT - 3), 7]
+    assert drafts.history[1].tolist() == [4, *[0] * (CONTEXT - 3), 5, 6, 7]
+    drafts.history[2, 3] = 9  # chosen by a kernel
+    slots.copy_histories(ints([2, 1]))
+    assert drafts.history[2, :4].tolist() == [1, 2, 3, 9]
+
+
 def test_tokens_chosen_by_another_stage_are_set_with_the_next_step(slots: CudaSlots) -> None:
     made = maker()
     for slot in range(4):
@@ -159,25 +192,25 @@ def test_long_first_chunks_go_to_the_library_but_for_their_ends() -> None:
 
 def test_layouts_by_device_and_tokens() -> None:
     h200 = device_tuning("NVIDIA H200")
-    assert h200.of(32).chained
-    assert not h200.of(33).chained
-    assert h200.of(1).product(4096, 4096, 16) != h200.of(1).product(4096, 4096, 17)
-    assert h200.of(256).product(4096, 4096, 256) is None
-    assert h200.of(16).decode != h200.of(17).decode
-    assert h200.all() == (h200.of(1), h200.of(32), h200.of(33))
-    assert device_tuning("another").of(1).product(4096, 4096, 1) is None
+    assert h200.layouts_of(32).chained
+    assert not h200.layouts_of(33).chained
+    assert h200.layouts_of(1).product(4096, 4096, 16) != h200.layouts_of(1).product(4096, 4096, 17)
+    assert h200.layouts_of(256).product(4096, 4096, 256) is None
+    assert h200.layouts_of(16).decode != h200.layouts_of(17).decode
+    assert h200.all() == (h200.layouts_of(1), h200.layouts_of(32), h200.layouts_of(33))
+    assert device_tuning("another").layouts_of(1).product(4096, 4096, 1) is None
     assert device_tuning("another") == DeviceTuning()
     assert WIDE.few.decode.tile_tokens == 32
     shared = device_tuning("NVIDIA H200", 4)
-    assert shared.of(256).chained
-    assert not shared.of(257).chained
+    assert shared.layouts_of(256).chained
+    assert not shared.layouts_of(257).chained
     assert shared.many == h200.many
-    assert shared.of(1) == shared.few
+    assert shared.layouts_of(1) == shared.few
     assert device_tuning("NVIDIA H200", 1) == h200
-    gate_up = shared.of(64).product(7168, 4096, 64)
+    gate_up = shared.layouts_of(64).product(7168, 4096, 64)
     assert gate_up is not None
     assert gate_up.gated
-    assert shared.of(256).product(7168, 4096, 65) is None
+    assert shared.layouts_of(256).product(7168, 4096, 65) is None
 
 
 def test_kv_in_fp8_has_layouts_of_its_own_where_they_were_measured() -> None:
@@ -207,8 +240,11 @@ def test_kv_is_fetched_by_tma_where_the_kernel_takes_the_shapes(monkeypatch: pyt
 def test_large_heads_are_attended_in_smaller_tiles() -> None:
     h200 = device_tuning("NVIDIA H200")
     large = for_large_heads(h200)
-    assert (large.prefill, large.of(1).decode, large.of(64).decode) == (WIDE.prefill, *[WIDE.few.decode] * 2)
-    assert large.of(1).product(4096, 4096, 16) == h200.of(1).product(4096, 4096, 16)
+    assert (large.prefill, large.layouts_of(1).decode, large.layouts_of(64).decode) == (
+        WIDE.prefill,
+        *[WIDE.few.decode] * 2,
+    )
+    assert large.layouts_of(1).product(4096, 4096, 16) == h200.layouts_of(1).product(4096, 4096, 16)
     assert row_by_row(large).many.decode == WIDE.few.decode
 
 
