@@ -150,6 +150,7 @@ PageAsked = TypedDict("PageAsked", {
 OutputExpires = TypedDict("OutputExpires", {"seconds": KeptS})
 
 MetaName = Annotated[str, Field(max_length=64)]
+_META = "at most 16 texts of 512 characters are expected, with names of 64"
 MetaText = Annotated[str, Field(max_length=512)]
 
 # `create` a batch. `webhook`: services/keeper/webhooks.py judges it
@@ -158,7 +159,7 @@ BatchCreated = TypedDict("BatchCreated", {
     "completion_window": Annotated[
         str, Field(pattern=WINDOW), _else("24h or another time up to 7d is expected")
     ],
-    "metadata": NotRequired[Annotated[dict[MetaName, MetaText], Field(max_length=16)]],
+    "metadata": NotRequired[Annotated[dict[MetaName, MetaText], Field(max_length=16), _else(_META)]],
     "output_expires_after": NotRequired[Annotated[OutputExpires, _else(f"seconds from {_KEPT}")]],
     "webhook": NotRequired[Any],
 })
