@@ -184,6 +184,22 @@ def test_drafts_that_are_refused_are_tried_again_after_64_steps() -> None:
     assert 3 <= len(late) <= 8
 
 
+def test_rows_of_recorded_steps_try_drafts_together() -> None:
+    """Each step with a draft takes as long as one with a draft in each row."""
+    world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
+    world.add_engine(max_drafts=7, max_draft_rows=8, max_context=1_000, blocks=300)
+    engine = world.engines["e1"]
+    engine._drafts = lambda slot, most: [999] * most  # type: ignore[method-assign]  # always wrong
+    for name in "abc":
+        world.ask(name, [5, 6, ord(name)], 600)
+    world.run()
+    check_answers(world)
+    plans = [plan for plan in world.plans if plan.step > 200 and len(plan.slots) == 3]
+    trying = {plan.step % 64 for plan in plans if AT_DEVICE in plan.from_device}
+    assert trying == {0, 1}
+    assert all(set(plan.counts) == {2} for plan in plans if AT_DEVICE in plan.from_device)
+
+
 def test_executor_type_has_graphs_if_it_bounds_the_rows_with_drafts() -> None:
     world = World(Limits())
     world.add_engine("e1", max_drafts=7)
