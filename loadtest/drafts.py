@@ -50,9 +50,9 @@ SENTENCES = (
     "The mill at the old bridge has not worked since the war, but its wheel still turns.",
     "Children fish from the wall in the evenings, and herons wait on the stones below.",
     "A train passes twice a day, slow enough to count the windows.",
-    "Nobody remembers who planted the two oaks beside the school.",
+    "Two old oaks stand beside the school, and a bench runs around each of them.",
     "On market days the square smells of bread, wet wool and diesel.",
-    "The baker closes at noon and leaves what is left on a bench for whoever comes.",
+    "The baker closes at noon, and puts what is left on a table at the door.",
 )  # fmt: skip
 EDIT = f"Rename `balance` to `total` in this code and repeat all of it:\n\n```python\n{CODE}```"
 QUESTIONS = (
