@@ -97,7 +97,7 @@ def _checksum(text: str, before: int) -> int:
 class Chunks(Protocol):
     """What an HTTP API sends of one stream."""
 
-    media_type: ClassVar[str] = EVENTS
+    media_type: ClassVar[bytes] = EVENTS
     ping: ClassVar[bytes] = PING  # what clients ignore, between chunks
 
     def convert(self, prompt: int, frame: Body) -> list[str]:
