@@ -78,7 +78,7 @@ class Outcome:
         """(texts by choice, tokens). An empty text has no frame in a stream."""
         return {i: text for i, text in self.texts.items() if text}, self.tokens
 
-    def take(self, reply: Body) -> None:
+    def on_answer(self, reply: Body) -> None:
         """A whole answer."""
         self.texts = {c["index"]: c["message"]["content"] for c in reply["choices"]}
         self.tokens = reply["usage"]["completion_tokens"]
@@ -205,7 +205,7 @@ class Clients:
 async def send(client: Client, ask: Ask, outcome: Outcome, timeout_s: float) -> None:
     """Send one request over NATS and fill in what came. Raises as the client does."""
     if not ask.body.get("stream"):
-        outcome.take(await client.complete(ask.body, timeout_s=timeout_s))
+        outcome.on_answer(await client.complete(ask.body, timeout_s=timeout_s))
         return
     request_id, seen = ask.body.get("request_id") or secrets.token_hex(11), 0
     stream = client.stream({**ask.body, "request_id": request_id}, timeout_s=timeout_s)
@@ -281,7 +281,7 @@ async def over_http(connection: Connection, ask: Ask, outcome: Outcome, keep: bo
                 outcome.accepted = True
                 for event in events.feed(bytes(got.body)):
                     seen.append(event)
-                    _take(event, outcome)
+                    _on_event(event, outcome)
                 got.body.clear()
             if ask.behaviour == "leave" and len(seen) >= ask.frames - 1:  # 1: the head alone
                 outcome.end = "left"
@@ -289,7 +289,7 @@ async def over_http(connection: Connection, ask: Ask, outcome: Outcome, keep: bo
         if parser.get_status_code() != 200:
             raise refusal(json.loads(got.body), parser.get_status_code(), got.headers)
         if not body.get("stream"):
-            outcome.take(json.loads(got.body))
+            outcome.on_answer(json.loads(got.body))
         elif seen.count(DONE) != 1:
             raise Reset("the stream ended without [DONE]")
         kept = keep
@@ -298,7 +298,7 @@ async def over_http(connection: Connection, ask: Ask, outcome: Outcome, keep: bo
             writer.close()
 
 
-def _take(event: bytes, outcome: Outcome) -> None:
+def _on_event(event: bytes, outcome: Outcome) -> None:
     """One event of a stream. Raises Refused for an error."""
     if event == DONE:
         return
@@ -328,7 +328,7 @@ class _Spy:
         self.repeated = 0
         self._seen: dict[str, set[tuple[int, int]]] = {}
 
-    def take(self, delivery: Delivery) -> None:
+    def on_reply(self, delivery: Delivery) -> None:
         """A reply."""
         try:
             message = json.loads(delivery.data)
@@ -349,7 +349,7 @@ async def _watched(url: str) -> AsyncIterator[_Spy]:
     spy = _Spy()
     async with connected(url) as client:
         assert isinstance(client.bus, NatsBus)
-        await client.bus.subscribe("_INBOX.>", spy.take)
+        await client.bus.subscribe("_INBOX.>", spy.on_reply)
         await client.bus.flush()
         yield spy
 

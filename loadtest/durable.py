@@ -113,9 +113,9 @@ class Resumed(dict[str, int]):
 
     async def listen(self, bus: Bus) -> None:
         """Count what detokenizers send to schedulers."""
-        await bus.subscribe("hr.*.scheduler.*.in.Tokenized", self._take)
+        await bus.subscribe("hr.*.scheduler.*.in.Tokenized", self._on_delivery)
 
-    def _take(self, delivery: Delivery) -> None:
+    def _on_delivery(self, delivery: Delivery) -> None:
         message = decode(delivery.data).message
         if isinstance(message, Tokenized) and any(message.generated):
             self[f"{message.tenant} {message.request}"] = sum(message.generated)

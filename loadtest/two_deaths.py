@@ -71,16 +71,18 @@ class Ids:
         self.count = 0
         self._names: dict[int, str] = {}
 
-    def take(self, delivery: Delivery) -> None:
+    def on_message(self, delivery: Delivery) -> None:
         """A message."""
         message = codec.decode(delivery.data).message
         if isinstance(message, Open):
             self._names[message.seq] = message.request
         elif isinstance(message, Tokens):
-            for seq, first, token in zip(message.seqs, message.first, message.ids, strict=True):
-                if seq in self._names:  # its Open may have been lost with the server
-                    self.by_request[self._names[seq]][first].add(token)
-                    self.count += 1
+            ids = iter(message.ids)
+            for seq, first, count in zip(message.seqs, message.first, message.counts, strict=True):
+                for nth, token in enumerate(itertools.islice(ids, count)):
+                    if seq in self._names:  # its Open may have been lost with the server
+                        self.by_request[self._names[seq]][first + nth].add(token)
+                        self.count += 1
 
 
 def name_of(pair: str, number: int) -> str:
@@ -117,7 +119,7 @@ async def tapped(url: str, take: Callable[[Delivery], None]) -> AsyncIterator[Cl
 async def undisturbed(url: str, given: argparse.Namespace) -> tuple[list[Answer], list[list[int]]]:
     """The answer of each request, and its ids."""
     ids, bodies = Ids(), [body_of(i, "wanted", given.tokens) for i in range(given.requests)]
-    async with tapped(url, ids.take) as client:
+    async with tapped(url, ids.on_message) as client:
         answers = await asyncio.gather(*(ask(client, body) for body in bodies))
     found = [ids.by_request[body["request_id"]] for body in bodies]
     return answers, [[next(iter(of[place])) for place in range(given.tokens)] for of in found]
@@ -137,7 +139,7 @@ async def one_round(
     result.gap_s = round(rng.uniform(*GAP_S), 2)
 
     def take(delivery: Delivery) -> None:
-        ids.take(delivery)
+        ids.on_message(delivery)
         if ids.count >= share:
             enough.set()
 

@@ -240,6 +240,14 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
+@Extensible
+class Prediction(TypedDict):
+    """A text that the answer is likely to repeat in large part."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ASSISTANT = "assistant"
 WITHOUT_TEXT = (ASSISTANT, "tool", "function")  # it may have calls alone; a function may return nothing
@@ -364,7 +372,7 @@ NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 
 # Fields of OpenAI, vLLM and llama.cpp's server that change no answer here.
 IGNORED = (
-    "metadata", "store", "service_tier", "safety_identifier", "prediction",
+    "metadata", "store", "service_tier", "safety_identifier",
     "verbosity", "prompt_cache_retention", "spaces_between_special_tokens",
     "guided_decoding_backend",
     "cache_prompt", "id_slot", "n_keep", "n_discard", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
@@ -488,6 +496,8 @@ class GenerateRequest(_WithoutEffect, SamplingFields, BaseModel):  # type: ignor
         ),
     ] = Field("auto", description="calls: none, any number, at least one, this function, or of these alone")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    speculate: bool = Field(True, description="tokens may be drafted: docs/design/speculation.md")
+    prediction: Prediction | None = Field(None, description="a text that the answer repeats in large part")
 
     @property
     def limit(self) -> tuple[str, int | None]:

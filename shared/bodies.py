@@ -1,4 +1,4 @@
-"""Declares every JSON body with its bounds, and lists all subjects with their bodies.
+"""Declares every JSON body of a subject, with its bounds. nats/subjects.py names the bodies of each subject.
 
     builder ── a body, checked by the types ──▶ encode ──▶ subject ──▶ decode, asked ── the body ──▶ reader
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar, cast
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, WrapValidator
 from pydantic_core import from_json
@@ -150,6 +150,7 @@ PageAsked = TypedDict("PageAsked", {
 OutputExpires = TypedDict("OutputExpires", {"seconds": KeptS})
 
 MetaName = Annotated[str, Field(max_length=64)]
+_META = "at most 16 texts of 512 characters are expected, with names of 64"
 MetaText = Annotated[str, Field(max_length=512)]
 
 # `create` a batch. `webhook`: services/keeper/webhooks.py judges it
@@ -158,7 +159,7 @@ BatchCreated = TypedDict("BatchCreated", {
     "completion_window": Annotated[
         str, Field(pattern=WINDOW), _else("24h or another time up to 7d is expected")
     ],
-    "metadata": NotRequired[Annotated[dict[MetaName, MetaText], Field(max_length=16)]],
+    "metadata": NotRequired[Annotated[dict[MetaName, MetaText], Field(max_length=16), _else(_META)]],
     "output_expires_after": NotRequired[Annotated[OutputExpires, _else(f"seconds from {_KEPT}")]],
     "webhook": NotRequired[Any],
 })
@@ -223,79 +224,6 @@ for _kind in [each for each in globals().values() if is_typeddict(each)]:  # exa
     # unknown fields are kept; a keeper of an earlier version has no place for those of `Work`
     _extra = {Work: "ignore", BatchCreated: "forbid"}.get(_kind, "allow")
     _kind.__pydantic_config__ = {"strict": True, "extra": _extra}
-
-
-# ---- the table of all subjects ------------------------------------------------------------------
-
-
-class Subject(NamedTuple):
-    """What a subject carries, and what answers come. A type's name is `module:class`, of this module without
-    a module; `bytes`, `text` and `empty` have no type."""
-
-    body: str
-    answer: str = ""
-
-
-_PUBLIC = "shared.api:ChatRequest, shared.api:CompletionRequest, shared.api:EmbeddingRequest"
-_FRAMES = "Frame"
-_CHECKPOINT = "shared.messages:Tokenized, shared.messages:Tokens"
-_BEAT = "shared.messages:Heartbeat"
-_ALIAS = "shared.aliases:Alias"
-
-SUBJECTS: dict[str, Subject] = {  # by the function or constant of nats/subjects.py, with its verb
-    "generate": Subject(_PUBLIC, _FRAMES),
-    "cancel": Subject("empty"),
-    "submit": Subject(_PUBLIC, "Submitted"),
-    "result": Subject("empty", "Record"),
-    "delete": Subject("empty", "Deleted"),
-    "keep": Subject("Kept", "Submitted"),
-    "done": Subject("Ended"),
-    "attach": Subject("Attach", _FRAMES),
-    "check": Subject(_PUBLIC, "Drawn"),
-    "resume": Subject(_CHECKPOINT, _FRAMES),
-    "runs": Subject("empty", "empty"),
-    "forward submit": Subject("Forwarded", "Submitted"),
-    "forward result": Subject("Forwarded", "Record"),
-    "forward cancel": Subject("Forwarded", "Forwarded"),
-    "work": Subject("Work"),
-    "record": Subject("Record"),
-    "state": Subject(_CHECKPOINT),
-    "hook": Subject("HookMessage"),
-    "files put": Subject("bytes", "empty"),
-    "files keep": Subject("FileKept", "FileMeta"),
-    "files show": Subject("FileNamed", "FileMeta"),
-    "files list": Subject("PageAsked", "FileMeta"),
-    "files read": Subject("ChunkNamed", "bytes"),
-    "files delete": Subject("FileNamed", "Deleted"),
-    "file_part": Subject("bytes"),
-    "file_part meta": Subject("FileMeta"),
-    "batches create": Subject("BatchCreated", "Batch"),
-    "batches show": Subject("BatchNamed", "Batch"),
-    "batches list": Subject("PageAsked", "Batch"),
-    "batches cancel": Subject("BatchNamed", "Batch"),
-    "batch_job": Subject("Batch"),
-    "batch_part": Subject("Batch"),
-    "batch_part cancel": Subject("CancelMark"),
-    "batch_line": Subject("shared.openai.batch_lines:BatchLine"),
-    "models": Subject("empty", "Models"),
-    "tokenize": Subject(_PUBLIC, "TokensAsked"),
-    "detokenize": Subject("TokensAsked", "Text"),
-    "status": Subject("empty", "ServiceStatus"),
-    "trace": Subject("text", "Trace"),
-    "policy": Subject("text", "Change"),
-    "set_alias": Subject("Targets", "Change"),
-    "alias": Subject(_ALIAS),
-    "aliases": Subject("empty", _ALIAS),
-    "sleep": Subject("text", "SleepStates"),
-    "load": Subject("text", "HostAnswer"),
-    "events": Subject("bytes"),
-    "events_snapshot": Subject("empty", "empty"),
-    "mailbox": Subject("shared.codec:Envelope"),
-    "heartbeat": Subject(_BEAT),
-    "heartbeat_request": Subject("empty"),
-    "metrics": Subject("empty", "shared.telemetry.readings:Report"),
-    "gone": Subject("empty"),
-}
 
 
 # ---- reading and writing ------------------------------------------------------------------------

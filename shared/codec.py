@@ -209,7 +209,7 @@ def _options_bytes(message: Paged) -> int:
     if new and size > MAX_OPTIONS_BYTES:  # a resumed request has a few more fields
         raise PayloadTooLarge(
             f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
-            "shorten its grammar, stop strings or logit_bias"
+            "shorten its grammar, stop strings, logit_bias or prediction"
         )
     return size
 
@@ -441,11 +441,11 @@ def _step_plan(m: messages.StepPlan) -> str:
 
 
 def _drafts(m: messages.StepPlan) -> str:
-    """Why rows AT_DEVICE are wrong: each is sampled once, for its own slot."""
+    """Why rows AT_DEVICE are wrong: each is sampled once, in order, for its own slot."""
     own = [(row, m.slots[row]) for row, fed in enumerate(m.from_device) if fed == messages.AT_DEVICE]
     pairs = zip(m.sample_rows, m.sample_slots, strict=True)
     sampled = [pair for pair in pairs if m.from_device[pair[0]] == messages.AT_DEVICE]
-    return "" if sorted(sampled) == own else "a row at the device's place is not sampled once, for its slot"
+    return "" if sampled == own else "a row at the device's place is not sampled once, for its slot"
 
 
 def _step_result(m: messages.StepResult) -> str:

@@ -30,6 +30,9 @@ CONFIG_VARIABLE = "HEADRACE_CONFIG"
 T = TypeVar("T")
 
 
+MOST_DRAFTS = 8  # of a row
+
+
 class Settings(BaseSettings):
     """The settings of all services."""
 
@@ -154,6 +157,9 @@ class Settings(BaseSettings):
         description="rows in flight together; auto: by cost, each step. With /off or /two_stream: whether "
         "collectives overlap compute, else as measured at start",
     )  # fmt: skip
+    speculate: str = Field(
+        "auto", description="drafts of tokens: auto: by price; off; or of each row, 1 to 8"
+    )
     step_tokens: int = Field(1024, ge=1, description="most tokens in a step, prompt chunks and decodes")
     policy: str = Field(
         "", description="scheduling policies: order=,batching=,reservation=,victim=,routing=,tier=; see docs"
@@ -226,6 +232,13 @@ class Settings(BaseSettings):
             "auto, cpu or cuda is expected, with /tp2 to /tp99 or /pp2 to /pp64 for several, like cuda/tp4"
         )
 
+    @field_validator("speculate")
+    @classmethod
+    def _drafts(cls, value: str) -> str:
+        if value not in ("auto", "off", *map(str, range(1, MOST_DRAFTS + 1))):
+            raise ValueError(f"auto, off or a number from 1 to {MOST_DRAFTS} is expected")
+        return value
+
     @field_validator("http")
     @classmethod
     def _host_and_port(cls, http: str) -> str:
@@ -288,6 +301,12 @@ class Settings(BaseSettings):
         """Whether collectives overlap compute: auto, off, two_stream."""
         return self.overlap.partition("/")[2] or "auto"
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of each row; -1: by their price."""
+        named = {"auto": -1, "off": 0}
+        return named[self.speculate] if self.speculate in named else int(self.speculate)
+
     def to_env(self) -> dict[str, str]:
         """These settings as environment variables, for a child process."""
         return {PREFIX + name.upper(): _to_text(getattr(self, name)) for name in type(self).model_fields}
@@ -319,6 +338,7 @@ _METAVARS = {  # for names with an unclear last word
     "window": "STEPS",
     "policy": "KIND=NAME,...",
     "slo": "CLASS=MS/MS/MS,...",
+    "speculate": "auto|off|DRAFTS",
     "event_log": "FILE",
     "logits_processors": "NAME=MODULE:CLASS,...",
     "max_waiting": "REQUESTS",

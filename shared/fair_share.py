@@ -45,7 +45,7 @@ class Turns(Generic[T]):
             self._queues[tenant] = queue
         return item
 
-    def of(self, tenant: str) -> int:
+    def count_of(self, tenant: str) -> int:
         """The number of a tenant's items."""
         return len(self._queues.get(tenant, ()))
 

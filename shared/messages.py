@@ -368,7 +368,7 @@ class Close:
     executor: str = ""  # the last executor that ran it; empty: never admitted
     chunks: tuple[Chunk, ...] = ()
     vector: bytes = b""  # of a sequence with `pooling`, which has no token: float32, little-endian
-    accepted_drafts: int = 0  # that became tokens of the answer
+    accepted_drafts: int = -1  # that became tokens of the answer; -1: its request came without a prediction
     rejected_drafts: int = 0  # that were computed in vain
 
 

@@ -37,6 +37,13 @@ class StepShape:
             self.attention + count * (start + count // 2),
         )
 
+    def with_drafts(self, drafts: int, *, again: bool) -> StepShape:
+        """This shape of decodes with drafts, each a row more; `again`: it reads the KV of its slot again."""
+        read = drafts * self.kv_tokens // max(self.rows, 1) if again else drafts
+        return StepShape(
+            self.rows + drafts, self.tokens + drafts, self.kv_tokens + read, self.attention + read
+        )
+
     def with_chunks(self, chunks: Iterable[tuple[int, int]]) -> StepShape:
         """This shape and one more row for each (start, count)."""
         rows, tokens, kv_tokens, attention = self.rows, self.tokens, self.kv_tokens, self.attention

@@ -8,7 +8,7 @@ from typing import Any
 from loadtest.bench.record import Record
 
 
-def take(data: bytes, record: Record, now_us: int) -> None:
+def on_data(data: bytes, record: Record, now_us: int) -> None:
     """One event's data, which came at `now_us`. A chunk counts when it has text: the one with the role,
     the one with the finish reason and the usage are no tokens."""
     try:

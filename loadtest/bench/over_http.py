@@ -43,7 +43,7 @@ class HttpTransport:
                 if event == DONE:
                     whole = True
                 else:
-                    openai_chunks.take(event, record, now_us)
+                    openai_chunks.on_data(event, record, now_us)
 
         try:
             async with asyncio.timeout(self._timeout_s):

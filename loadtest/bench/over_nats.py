@@ -31,14 +31,14 @@ class NatsTransport:
                 contextlib.aclosing(self._client.stream(asked, timeout_s=self._timeout_s)) as frames,
             ):
                 async for frame in frames:
-                    take(frame, record, self._pacer.now_us())
+                    on_frame(frame, record, self._pacer.now_us())
         except HeadraceError as error:
             record.error = f"{error.code} {error.message}"[:200]
         except TimeoutError:
             record.error = f"no whole answer within {self._timeout_s:g} s"
 
 
-def take(frame: dict[str, Any], record: Record, now_us: int) -> None:
+def on_frame(frame: dict[str, Any], record: Record, now_us: int) -> None:
     """One frame, which came at `now_us`. A stream that starts over after a fault repeats what came: only
     what is new counts, so a fault is a stall, as the reader sees it."""
     if frame["type"] == "delta":

@@ -96,5 +96,5 @@ def compare(
     for parts in zip(*(logits_by(path, engine, windows) for engine in engines), strict=True):
         reference = log_probs(parts[0][0]) if with_reference else None
         for i, (found, (logits, targets)) in enumerate(zip(seen, parts, strict=True)):
-            found.take(logits, targets, reference if i else None)
+            found.add(logits, targets, reference if i else None)
     return seen

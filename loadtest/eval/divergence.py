@@ -46,7 +46,7 @@ class Seen:
     divergences: list[Tensor] = field(default_factory=list)
     agreements: list[Tensor] = field(default_factory=list)
 
-    def take(self, logits: Tensor, targets: Tensor, reference: Tensor | None = None) -> None:
+    def add(self, logits: Tensor, targets: Tensor, reference: Tensor | None = None) -> None:
         """Logits of some positions, what followed them, and the reference's log probabilities there."""
         found = log_probs(logits)
         self.surprises.append(surprise(found, targets).cpu())

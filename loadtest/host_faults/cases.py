@@ -52,7 +52,7 @@ async def out_of_memory(kind: str, place: Place) -> Facts:
     """A process meets the limit of a cgroup in the middle of its work: the kernel kills it."""
     (pid, *_), group = place.pids(kind), Memory(kind)
     try:
-        group.take(pid)
+        group.admit(pid)
         size, until = 2 * MIB, time.monotonic() + MEETS_S
         while not group.kills and time.monotonic() < until:
             group.limit(size)
@@ -72,7 +72,7 @@ async def too_little_to_start(place: Place) -> Facts:
     group = Memory("forks")
     try:
         for pid in place.pids("forks"):
-            group.take(pid)
+            group.admit(pid)
         group.limit(64 * MIB)
         faults.kill(place.pids("executor")[0])
         await asyncio.sleep(LASTS_S)

@@ -198,7 +198,7 @@ class Memory:
     def version(self) -> str:
         return "cgroup v1" if self.first else "cgroup v2"
 
-    def take(self, pid: int) -> None:
+    def admit(self, pid: int) -> None:
         """Put a process into it. What it has stays where it was charged."""
         (self._group / "cgroup.procs").write_text(str(pid))
 

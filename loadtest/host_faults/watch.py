@@ -90,7 +90,7 @@ class Durable:
                     why[key] = why.get(key, 0) + 1
                     continue
                 outcome = Outcome(ask)
-                outcome.take(record["answer"])
+                outcome.on_answer(record["answer"])
                 is_right = any(outcome.answer == each[oracle_key(ask)] for each in right)
                 counts["right" if is_right else "wrong"] += 1
         found: dict[str, Any] = {"accepted": len(self.accepted), **counts, "silent": self.silent}

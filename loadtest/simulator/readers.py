@@ -63,10 +63,10 @@ class Readers:
     def tokens(self, tokens: Tokens, now_us: int) -> None:
         """The tokens of a step. This runs for every token of the simulation."""
         readers, gaps = self.open, self.gaps_us
-        self.series.extend((now_us, len(tokens.seqs)))
-        for seq in tokens.seqs:
+        self.series.extend((now_us, sum(tokens.counts)))
+        for seq, count in zip(tokens.seqs, tokens.counts, strict=True):
             record = readers[seq]
-            record.tokens += 1
+            record.tokens += count
             if record.last_us:
                 gap = now_us - record.last_us
                 gaps.append(gap)

@@ -32,7 +32,7 @@ class TierSide:
         tier = self.tier
         return TierReady(tier.name, tier.generation, tier.host_id, tier.generation, tier.tiers)
 
-    def take(self, event: ToTier, now_us: int) -> list[tuple[int, Message]]:
+    def answer(self, event: ToTier, now_us: int) -> list[tuple[int, Message]]:
         """Answers: after how long, and what."""
         if event.message is None:
             self._woken_us = 0

@@ -214,7 +214,7 @@ class World:
     def _at_tier(self, event: ToTier) -> None:
         """A message reaches kv_offload, or something that it waits for is due."""
         assert self.tier is not None
-        for delay_us, message in self.tier.take(event, self.now_us):
+        for delay_us, message in self.tier.answer(event, self.now_us):
             self._push(self.now_us + delay_us + TIER_HOP_US, Arrived(self.tier.source, message))
         due_us = self.tier.wake_us()
         if due_us:

@@ -229,8 +229,14 @@ class ResponseText:
         if self.opened.include_usage:
             facts["usage"] = usage_body(prompt, completion, cached)
             counts = [self.choices[i].reasoning_tokens(c.tokens) for i, c in self.closed.items()]
+            details = {}
             if reasoning := [count for count in counts if count is not None]:
-                facts["usage"]["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+                details["reasoning_tokens"] = sum(reasoning)
+            if all(c.message.accepted_drafts >= 0 for c in closed):
+                details["accepted_prediction_tokens"] = sum(c.message.accepted_drafts for c in closed)
+                details["rejected_prediction_tokens"] = sum(c.message.rejected_drafts for c in closed)
+            if details:
+                facts["usage"]["completion_tokens_details"] = details
         return facts
 
 

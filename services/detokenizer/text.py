@@ -329,20 +329,20 @@ class ContentStops:
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """As StopFinder.feed."""
-        return self._finder.feed(piece) if self._only else self._take(piece, last=False)
+        return self._finder.feed(piece) if self._only else self._advance(piece, last=False)
 
     def skip(self, piece: str) -> str:
         """As StopFinder.skip."""
         if self._only:
             return piece
         self._skipped += len(piece)
-        return self._take(piece, last=False)[0]
+        return self._advance(piece, last=False)[0]
 
     def finish(self) -> str:
         """The held text, at the end of the sequence, up to a stop string that is complete."""
-        return self._finder.finish() if self._only else self._take("", last=True)[0]
+        return self._finder.finish() if self._only else self._advance("", last=True)[0]
 
-    def _take(self, piece: str, *, last: bool) -> tuple[str, bool]:
+    def _advance(self, piece: str, *, last: bool) -> tuple[str, bool]:
         self._text += piece
         self._parser.feed(piece, last=last)
         for begin, end in self._parser.content():

@@ -42,7 +42,7 @@ from shared import messages
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import ASLEEP, NEED, ONLY_TIER, SLEEPS, Peer, Peers, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
-from shared.config import Settings
+from shared.config import MOST_DRAFTS, Settings
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import rendezvous
 from shared.processes import importing
@@ -75,7 +75,6 @@ OF_MODELS = {  # what builds the engine of a model; None: another engine is for 
 GROUPS = {  # what runs several ranks
     "ranks": "services.executor.group.driver:build_group",
 }
-_US = 1e6
 
 Build = Callable[["TorchOptions"], Backend]
 
@@ -418,7 +417,7 @@ class ExecutorActor(Actor):
 def scheduler_for(peers: Peers, model: str, executor: str) -> str:
     """The scheduler of `model` that `executor` joins, "" without one. First a scheduler with requests and no
     executor, then one with executors, which checks the kind of this one: a scheduler without executors gets
-    some from others (scheduler/fleet/roles.py). The executors of a dead scheduler are dealt out in the
+    some from others (scheduler/executors/roles.py). The executors of a dead scheduler are dealt out in the
     order of their names, each to the scheduler with the fewest, then by rendezvous."""
     ready, served = peers.ready("scheduler", model), peers.executors_of(model)
 
@@ -559,6 +558,7 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         overlap_comm=settings.overlap_comm,
         deterministic=settings.deterministic,
         processors=processors,
+        max_drafts=MOST_DRAFTS if settings.most_drafts else 0,
         report_grammar=lambda of_grammar: news.report(of_grammar),
     )
     return build, options, encodes

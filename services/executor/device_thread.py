@@ -23,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 from services.executor.engine import (
@@ -328,11 +329,18 @@ class Step:
         }
         if not rows:
             return output
-        ids, done = output.ids[:], output.done[:]
-        for row in rows:
-            ids[row], done[row] = -1, 2
+        ids, done, counts = ints(), output.done[:], output.counts[:]
+        ends = [*accumulate(counts or [1] * len(done))]
+        for row, begin in enumerate([0, *ends[:-1]]):
+            if row not in rows:
+                ids.extend(output.ids[begin : ends[row]])
+                continue
+            ids.append(-1)
+            done[row] = 2
+            if counts:
+                counts[row] = 1
         errors = dict(output.row_errors) | rows
-        return replace(output, ids=ids, done=done, row_errors=tuple(errors.items()))
+        return replace(output, ids=ids, done=done, counts=counts, row_errors=tuple(errors.items()))
 
     def _result(self, output: StepOutput, sampling_us: int, published_us: int) -> StepResult:
         end_us = self._clock.now_us()
@@ -356,6 +364,8 @@ class Step:
             host_us=output.host_us,
             row_errors=output.row_errors,
             vectors=output.vectors,
+            counts=output.counts,
+            drafted=output.drafted,
             segments=ints(
                 n for segment in output.segments for n in (segment.lane, segment.from_us, segment.took_us)
             ),

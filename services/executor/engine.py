@@ -51,6 +51,9 @@ ENGINES = {
 TIMINGS = {  # of products on a CPU, which choose the first number of threads
     "products": "services.executor.cpu.autotune:timing_for",
 }
+SPECULATION = {
+    "prompt": "services.executor.speculation.rows:drafting",
+}
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
@@ -119,6 +122,27 @@ class Late:
     recorded: threading.Event = field(default_factory=threading.Event)  # its ids are among its slots' tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of a step: sample row i of its plan has `counts[i]`, and `ids` are those of all rows."""
+
+    ids: messages.Ints
+    counts: messages.Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What was chosen in a step with drafts, by sample row: ids, `done` of the last one, why it failed."""
+
+    ids: list[list[int]]
+    done: messages.Ints
+    errors: dict[int, str]
+
+
+# ids, done and why rows failed, by index into the rows; only first rows end the slots in which they fail
+ChooseRows = Callable[[list[int], bool], tuple[messages.Ints, messages.Ints, dict[int, str]]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """A step between its forward and its sampling: `forward` returns it, `sample` takes it once."""
@@ -133,8 +157,7 @@ class Pending:
     late: Late | None = None  # with an answer that is valid after `forwarded` once `late.masked` is done
     due_s: float = 0.0  # simulated engine: when the forward ends, on the monotonic clock
     segments: Callable[[], tuple[Segment, ...]] = tuple  # of a split step, once it has ended
-    # ids [rows, most drafts], NO_DRAFT after a row's last one; its `plan` has a row for each draft
-    drafts: NDArray[np.int32] | None = None
+    drafts: Drafts | None = None  # then `plan` has a row for each of them
 
     @property
     def positions(self) -> list[int]:
@@ -174,6 +197,33 @@ class Drafter(Protocol):
 
     def draft(self, slots: Sequence[int], most: int) -> NDArray[np.int32]:
         """Ids `[rows, most]` that may follow the tokens of each of `slots`; NO_DRAFT after a row's last."""
+
+
+class Speculation(Protocol):
+    """Finds the drafts of an engine's slots, and makes rows of them."""
+
+    max_drafts: int  # of a row
+
+    def open(self, opened: messages.SlotOpen) -> None:
+        """As of Drafter."""
+
+    def close(self, slot: int) -> None:
+        """As of Drafter."""
+
+    def spread(
+        self, plan: messages.StepPlan, done: Callable[[int], bool]
+    ) -> tuple[messages.StepPlan, Drafts | None]:
+        """The plan with a row of one token for each draft, and the drafts; None if there are none. Rows
+        AT_DEVICE start where their slot is. `done`: the slot has ended."""
+
+    def choose(self, drafts: Drafts, choose: ChooseRows) -> Runs:
+        """Choose the tokens of a step with drafts, by rows of its plan. `choose` gets rows of different
+        slots, and whether they are the first ones of their slots."""
+
+
+def speculation_of(tokens: Callable[[int], messages.Ints]) -> Speculation | None:
+    """What finds drafts in the `tokens` of a slot; None: nothing does."""
+    return next((resolve_name(name)(tokens) for name in SPECULATION.values()), None)
 
 
 def engine_of(device: str) -> Callable[..., Any]:

@@ -136,7 +136,7 @@ class Endpoints:
 
     async def client_of(self, request: Request) -> Client:
         """The native client of the request's tenant. Raises NotAuthorized, Unavailable."""
-        return await self.connections.of(self.tenant_of(request))
+        return await self.connections.client_of(self.tenant_of(request))
 
     async def read_request(self, request: Request, api: Api = OPENAI) -> tuple[Body, Client]:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""

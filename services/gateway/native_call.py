@@ -96,7 +96,7 @@ class TenantConnections:
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def of(self, tenant: str) -> Client:
+    async def client_of(self, tenant: str) -> Client:
         """The native client of a tenant. Raises Unavailable."""
         if not self.apart:
             return self.main.as_tenant(tenant)

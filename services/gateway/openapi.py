@@ -257,12 +257,13 @@ def _requests(more: Sequence[type[BaseModel]]) -> dict[str, Schema]:
     return schemas
 
 
+_DETAILS = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
 # fmt: off
 _USAGE = object_of(
     "prompt_tokens_details", "completion_tokens_details",
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT),
     prompt_tokens_details=object_of(cached_tokens=COUNT),
-    completion_tokens_details=object_of(reasoning_tokens=COUNT),
+    completion_tokens_details=object_of(*_DETAILS, **dict.fromkeys(_DETAILS, COUNT)),
 )
 
 

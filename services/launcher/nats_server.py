@@ -253,7 +253,7 @@ def durable_limits(fleet: str, wait_s: float = HELD_S) -> ServerLimits:
             f"durable requests cannot be kept in {folder} ({error}): name another folder in XDG_STATE_HOME, "
             "or start with --no-durable"
         ) from None
-    _take(lock, folder, wait_s)
+    _lock_folder(lock, folder, wait_s)
     store = str(folder)
     return replace(ServerLimits(), jetstream_memory=MEMORY, jetstream_file=FILE, store=store, lock=lock)
 
@@ -292,7 +292,7 @@ class FullDisk:
             return f"the disk cannot be written: {refused} {self._folder} can be ({error.strerror})"
 
 
-def _take(lock: int, folder: Path, wait_s: float) -> None:
+def _lock_folder(lock: int, folder: Path, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -139,7 +139,7 @@ class Supervisor:
         """Start every service that was not started or dismissed before, except those named in `without`."""
         for service in self.services:
             if service.task is None and not service.leaving.is_set() and service.spec.name not in without:
-                service.task = asyncio.get_running_loop().create_task(self._keep(service))
+                service.task = asyncio.get_running_loop().create_task(self._keep_running(service))
 
     async def start_in_turn(self, *, without: Collection[str]) -> None:
         """`start` for few cores: executors at once, since they take the longest; beside them the others one
@@ -190,7 +190,7 @@ class Supervisor:
         """Start a service that has ended after `dismiss`, or was dismissed before its start."""
         if service.task is None or service.task.done():
             service.leaving.clear()
-            service.task = asyncio.get_running_loop().create_task(self._keep(service))
+            service.task = asyncio.get_running_loop().create_task(self._keep_running(service))
 
     async def kill(self) -> None:
         """SIGKILL every process and wait for its end. A second call does nothing."""
@@ -218,7 +218,7 @@ class Supervisor:
                     service.cut_short = service.leaving.is_set()
                     service.send(signal.SIGKILL)
 
-    async def _keep(self, service: Service) -> None:
+    async def _keep_running(self, service: Service) -> None:
         backoff_s = BACKOFF_FIRST_S
         loop = asyncio.get_running_loop()
         while not service.leaving.is_set():

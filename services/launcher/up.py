@@ -160,7 +160,7 @@ def up(
         elif not must_be_durable:
             settings = settings.model_copy(update={"durable": False})
         logins = _Logins(server.url if server else settings.nats_url, users)
-        joined = asyncio.run(_look(logins.of("executor"), settings, [*models])) if join else None
+        joined = asyncio.run(_look(logins.url_of("executor"), settings, [*models])) if join else None
         if noted:
             raise KeyboardInterrupt
 
@@ -228,14 +228,14 @@ class _Logins:
     url: str
     users: Path | None = None
 
-    def of(self, name: str) -> str:
+    def url_of(self, name: str) -> str:
         """The URL for a service or the operator. Raises SetupError."""
         return credentials.url_of(self.users, name, self.url) if self.users else self.url
 
     def of_commands(self, joined: Joined | None) -> str:
         """The URL for this command and for others on this machine. A host that joins a fleet may have the
         credentials of its own services alone. Raises SetupError."""
-        return self.of("executor" if joined is not None and not self.can_operate else access.OPERATOR)
+        return self.url_of("executor" if joined is not None and not self.can_operate else access.OPERATOR)
 
     @property
     def can_operate(self) -> bool:
@@ -427,7 +427,7 @@ class _Up:
 
     def _env_of(self, spec: supervisor.ServiceSpec) -> dict[str, str]:
         page = self._pages.variables(spec.name)
-        own = {"HEADRACE_NATS_URL": self._logins.of(spec.kind), **self._classes_of(spec)}
+        own = {"HEADRACE_NATS_URL": self._logins.url_of(spec.kind), **self._classes_of(spec)}
         if spec.kind == "keeper" and self._settings.leaf:  # an edge forwards requests for other models
             own["HEADRACE_MODEL_NAME"] = ",".join((*self._models, *self._settings.model_names[1:]))
         return {**spec.env, **own, **page}

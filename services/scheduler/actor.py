@@ -13,8 +13,8 @@ from typing import Any
 
 from services.scheduler import core, load_shedding, overlap
 from services.scheduler.core import Scheduler
-from services.scheduler.fleet import sleep
-from services.scheduler.fleet.roles import Division, Drain
+from services.scheduler.executors import sleep
+from services.scheduler.executors.roles import Division, Drain
 from services.scheduler.kv_tiers import store
 from services.scheduler.lifecycle import CLIENT
 from services.scheduler.reports import status
@@ -295,6 +295,7 @@ def build(settings: Settings) -> SchedulerActor:
         window=settings.window,
         overlap=settings.overlap_mode,
         comm=settings.overlap_comm,
+        speculate=settings.most_drafts,
         step_tokens=settings.step_tokens,
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,

@@ -464,6 +464,7 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         tenant=tokenized.tenant,
         min_tokens=tokenized.min_tokens,
         pooling=tokenized.pooling,
+        prediction=tokenized.prediction,
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import admission, lifecycle, recovery, results, step_planner
-from services.scheduler.fleet import moves, roles, sleep
+from services.scheduler.executors import moves, roles, sleep
 from services.scheduler.kv_tiers import hosts, load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
@@ -114,8 +114,7 @@ class Scheduler:
             case requests.PeerDraining("executor", actor):
                 executor = state.executors.get(actor)
                 if executor is not None and not executor.draining:
-                    executor.draining, executor.drains_since_us = True, state.now_us
-                    state.some_leave = True
+                    state.begin_drain(executor)
                 recovery.on_executor_leaving(state, actor)
             case requests.PeerLost("detokenizer", actor):
                 recovery.on_detokenizer_lost(state, actor)

@@ -200,7 +200,8 @@ def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
     level = requests.level_of(tokenized.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     groups, _ = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    if not groups and any(_can_preempt_all(e, level) for e in serving(state, tokenized.model)):
+    there = [e.running for e in serving(state, tokenized.model)]
+    if not groups and not all(any(_must_stay(s, level) for s in running) for running in there):
         return None
     if not limit_us or (wait_us := ttft_us(state, tokenized, level, limit_us)) <= limit_us:
         return None
@@ -292,10 +293,6 @@ def prompt_tokens(executor: Executor, level: int) -> int:
 def _must_stay(s: Sequence, level: int) -> bool:
     """Whether a request of this class cannot preempt the sequence."""
     return s.level <= level or s.turn.pinned
-
-
-def _can_preempt_all(executor: Executor, level: int) -> bool:
-    return not any(_must_stay(s, level) for s in executor.running)
 
 
 def _speed(executor: Executor) -> int:
@@ -448,14 +445,14 @@ def may_run(executor: Executor, request: Request) -> bool:
     hello = executor.hello
     if hello.model != request.tokenized.model or executor.draining:
         return False
-    return hello.model_digest == request.model_digest or not _has_begun(request)
+    return hello.model_digest == request.model_digest or not any(
+        sequence.generated for sequence in request.sequences
+    )
 
 
 def stranded(state: State, request: Request) -> str:
     """Why no executor can continue a request; empty if one can, now or when it is back."""
-    others = [
-        e for e in state.executors.values() if e.hello.model == request.tokenized.model and not e.draining
-    ]
+    others = serving(state, request.tokenized.model)
     if not others or any(may_run(executor, request) for executor in others):
         return ""
     return (
@@ -467,12 +464,8 @@ def stranded(state: State, request: Request) -> str:
 
 def has_changed_kind(state: State, tokenized: Tokenized) -> bool:
     """Whether executors serve the model, and none of the kind that generated the tokens of a request."""
-    serving = [e for e in state.executors.values() if e.hello.model == tokenized.model and not e.draining]
-    return bool(serving) and all(e.hello.model_digest != tokenized.model_digest for e in serving)
-
-
-def _has_begun(request: Request) -> bool:
-    return any(sequence.generated for sequence in request.sequences)
+    digests = {e.hello.model_digest for e in serving(state, tokenized.model)}
+    return bool(digests) and tokenized.model_digest not in digests
 
 
 def _shown(hello: ExecHello) -> str:

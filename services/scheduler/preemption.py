@@ -254,7 +254,7 @@ def _victims_for(executor: Executor, first: Sequence) -> list[Sequence]:
     over = over_share(executor, len(executor.running_by_tenant))
     any_class = first.tenant not in over
     give = [s for s in executor.running if s.tenant in over and (any_class or s.level >= first.level)]
-    return [s for s in give if _is_preemptible(s)] or of_class
+    return [s for s in give if is_preemptible(s)] or of_class
 
 
 def over_share(executor: Executor, tenants: int, joining: Iterable[tuple[str, int, int]] = ()) -> set[str]:
@@ -326,14 +326,14 @@ def _stable_blocks(executor: Executor, sequence: Sequence) -> int:
 
 def _candidates(state: State, executor: Executor, running: list[Sequence]) -> list[Sequence]:
     """The preemptible ones of `running`: if possible those that free a block and did not just resume."""
-    all_of = [s for s in running if _is_preemptible(s)]
+    all_of = [s for s in running if is_preemptible(s)]
     unspared = [s for s in all_of if s.turn.protected_until_us <= state.now_us]
     refs = executor.pool.refs
     frees = [s for s in unspared if s.reserved or (s.table and refs[s.table[-1]] == 1)]
     return frees or unspared or all_of
 
 
-def _is_preemptible(s: Sequence) -> bool:
+def is_preemptible(s: Sequence) -> bool:
     """A choice that waits for its parent's prompt is preempted with the parent. A sequence with a load job
     would waste the load."""
     return not s.turn.pinned and s.parent is None and not s.copies.load_job
@@ -696,5 +696,5 @@ def without_chunks_us(executor: Executor, flight: InFlight) -> int:
     plan, rows = flight.plan, len(flight.plan.slots) - len(flight.chunks)
     if not rows:
         return 0
-    cached = sum(plan.starts[:rows])
-    return executor.cost_model.predict_us(StepShape(rows, rows, cached + rows, cached))
+    cached, tokens = sum(plan.starts[:rows]), sum(plan.counts[:rows])
+    return executor.cost_model.predict_us(StepShape(tokens, tokens, cached + tokens, cached))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from services.scheduler import admission, lifecycle, load_shedding
-from services.scheduler.fleet import sleep
+from services.scheduler.executors import sleep
 from services.scheduler.kv_tiers import hosts, lookups
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from services.scheduler import lifecycle, overlap, preemption
@@ -22,24 +22,32 @@ from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, Ints, Step
 class TokenRows(NamedTuple):
     """Columns of the rows of a result that give tokens."""
 
-    at: SequenceOf[int]  # index in the result
-    rows: list[Sequence]
+    at: SequenceOf[int]  # index of the id in the result
+    rows: list[Sequence]  # with drafts, a sequence for each of its tokens
     ids: Ints
+    nth: SequenceOf[int] = ()  # which token of its row each is; empty: each row has one
 
     def of(self, some: SequenceOf[int]) -> TokenRows:
         """Some of these rows."""
+        nth = [self.nth[i] for i in some] if self.nth else ()
         return TokenRows(
-            [self.at[i] for i in some], [self.rows[i] for i in some], ints([self.ids[i] for i in some])
+            [self.at[i] for i in some], [self.rows[i] for i in some], ints([self.ids[i] for i in some]), nth
         )
 
 
 def is_as_planned(executor: Executor, result: StepResult) -> bool:
-    """True for a result with as many rows as its step in flight, and for a repeated one. Any other result
-    would leave its step in flight for ever, or give tokens to the wrong sequences."""
+    """True for a result with as many rows as its step in flight, none with more drafts than planned, and for
+    a repeated one. Any other result would leave its step in flight for ever, or give tokens to the wrong
+    sequences."""
     if result.step <= executor.step - len(executor.in_flight):
         return True
     flight = next((flight for flight in executor.in_flight if flight.step == result.step), None)
-    return flight is not None and len(result.ids) == len(flight.rows)
+    if flight is None or len(result.done) != len(flight.rows):
+        return False
+    if not result.counts or not any(result.drafted):
+        return True
+    most = [flight.drafts_of(row) for row in range(len(flight.rows))]
+    return all(drafted <= allowed for drafted, allowed in zip(result.drafted, most, strict=True))
 
 
 def apply_result(state: State, executor: Executor, result: StepResult) -> None:
@@ -86,21 +94,18 @@ def _give(
     """Append each row's token to its sequence and send the tokens on. Returns how many rows gave a token or a
     vector, and how many tokens. A row of an earlier placement is ignored. Builds whole columns, since this
     runs for each row of each step."""
-    rows, ids = [s for s, placement in flight.rows if s.placement == placement], result.ids
-    at: SequenceOf[int] = range(len(ids))  # of each row, its index in the result
-    if len(rows) < len(ids) or min(ids, default=0) < 0:
-        paired = enumerate(zip(flight.rows, ids, strict=True))
-        at = [i for i, ((s, placement), token) in paired if s.placement == placement and token >= 0]
-        rows, ids = [flight.rows[i][0] for i in at], ints([ids[i] for i in at])
-    given, used = TokenRows(at, rows, ids), len(rows)
+    given, used = _tokens_of(flight, result)
+    if flight.drafts:
+        _take_back_drafts(state, executor, flight, result)
     if result.vectors:
         given = _without_pooled(state, dict(result.vectors), given, over)
     _send_tokens(state, executor, result, given)
-    at, rows, ids = given
+    at, rows, ids, nth = given
     if result.logprobs:
         _keep_scores(result, at, rows)
     now_us = state.now_us
-    for since_us, times in Counter([s.last_token_us for s in rows]).items():  # one or two times
+    alone = rows if not nth else dict.fromkeys(rows)  # tokens of one row come at once
+    for since_us, times in Counter([s.last_token_us for s in alone]).items():  # one or two times
         if since_us:
             state.counters.inter_token_us.add(now_us - since_us, times)
     for s, token in zip(rows, ids, strict=True):
@@ -119,6 +124,48 @@ def _give(
         if sequence.placement == placement:
             over.append((sequence, why))
     return used, len(rows)
+
+
+def _tokens_of(flight: InFlight, result: StepResult) -> tuple[TokenRows, int]:
+    """The tokens for sequences that are still where the step was planned, and of how many rows they are."""
+    if result.counts:
+        at, rows, nth, first, used = list[int](), list[Sequence](), list[int](), 0, 0
+        for (s, placement), count in zip(flight.rows, result.counts, strict=True):
+            if s.placement == placement and result.ids[first] >= 0:
+                at += range(first, first + count)
+                rows += [s] * count
+                nth += range(count)
+                used += 1
+            first += count
+        return TokenRows(at, rows, ints([result.ids[i] for i in at]), nth), used
+    rows, ids = [s for s, placement in flight.rows if s.placement == placement], result.ids
+    everywhere: SequenceOf[int] = range(len(ids))  # of each row, its index in the result
+    if len(rows) < len(ids) or min(ids, default=0) < 0:
+        paired = enumerate(zip(flight.rows, ids, strict=True))
+        everywhere = [i for i, ((s, placement), token) in paired if s.placement == placement and token >= 0]
+        rows, ids = [flight.rows[i][0] for i in everywhere], ints([ids[i] for i in everywhere])
+    return TokenRows(everywhere, rows, ids), len(rows)
+
+
+def _take_back_drafts(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
+    """Drafts that were not kept, or not found, count as computed no longer; and what this step shows of
+    drafts."""
+    counts, drafted = result.counts or [1] * len(flight.rows), result.drafted or [0] * len(flight.rows)
+    for row, (s, placement) in enumerate(flight.rows):
+        if s.placement != placement or not (planned := flight.drafts_of(row)):
+            continue
+        kept, refused = counts[row] - 1, planned - counts[row] + 1
+        s.computed -= refused
+        s.steps += refused
+        s.drafting.in_flight -= planned
+        executor.count_decodes(-refused)
+        is_refused = kept < drafted[row] and not result.done[row]
+        s.drafting.learn(drafted[row], kept, refused=is_refused)
+        s.drafting.tried_step = flight.step if is_refused else s.drafting.tried_step
+        executor.drafting.learn(s.drafting)
+        state.counters.drafts += bool(drafted[row])
+        state.counters.draft_tokens += drafted[row]
+        state.counters.accepted_tokens += kept
 
 
 def _without_pooled(
@@ -148,13 +195,17 @@ def _send_tokens(state: State, executor: Executor, result: StepResult, given: To
 
 
 def _tokens(executor: Executor, result: StepResult, given: TokenRows) -> Tokens:
-    rows = given.rows
+    rows, counts, first = given.rows, ints([1]) * len(given.rows), [0] * len(given.rows)
+    if given.nth:  # the tokens of a row are one entry
+        begins = [i for i, nth in enumerate(given.nth) if i == 0 or not nth]
+        counts = ints([end - begin for begin, end in pairwise([*begins, len(rows)])])
+        rows, first = [rows[i] for i in begins], [given.nth[i] for i in begins]
     message = Tokens(
         executor=executor.hello.executor,
         step=result.step,
         seqs=ints([s.seq for s in rows]),
-        first=ints([len(s.tokens) - s.prompt_tokens for s in rows]),
-        counts=ints([1]) * len(rows),
+        first=ints([len(s.tokens) - s.prompt_tokens + nth for s, nth in zip(rows, first, strict=True)]),
+        counts=counts,
         ids=given.ids,
     )
     if result.logprobs:
@@ -206,7 +257,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         sample_us=result.sample_us,
         wait_us=result.wait_us,
         rows=len(plan.slots),
-        tokens=sum(plan.counts),
+        tokens=sum(plan.counts) - flight.drafts + sum(result.drafted),
         prefill_tokens=sum(plan.counts[-len(flight.chunks) :]) if flight.chunks else 0,
         micro_batch=plan.micro_batch,
         mode=plan.mode,
@@ -230,7 +281,11 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
     costs, pace = executor.cost_model, executor.pace
     preemption.pay_debt(state, executor, flight, took_us)
     overlap.learn_lead(executor, flight, result)
-    costs.observe(flight.shape, took_us)
+    shape = flight.shape
+    if flight.drafts:
+        drafts = flight.drafts if executor.has_graphs else sum(result.drafted)
+        shape = shape.with_drafts(drafts, again=not executor.has_graphs)
+    costs.observe(shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:
         costs.observe_host(sum(s.host_fed for s, _ in flight.rows), result.host_us)

@@ -16,7 +16,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pkgutil import resolve_name
 
 from services.scheduler import overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import store
@@ -48,6 +49,9 @@ LATE_PART = 4  # that part is a quarter of the tokens
 
 HELD_LOOPS = 64  # so a step that waits for a slot costs at most 1.6 % of the time: see is_room_coming
 OVERDUE = 2  # a copy that takes so many times its predicted time has no foreseeable end
+DRAFTS = {  # which give rows their drafts
+    "price": "services.scheduler.speculation:add_drafts",
+}
 MOST_VECTORS = 256  # in one step: with hidden states of 8,192 numbers 8 MiB of a result's 15
 MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table needs a plan without others
 EMPTY = partial(array, "i")  # as `ints()`, in a third of the time
@@ -100,8 +104,12 @@ def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | N
     share: StepShare = batching(BatchingView(len(decodes), len(prompts), stalled_us))
     columns = StepColumns(mode, micro_batch)
     executor.pace.crowded = False
-    if share.decodes and _add_decodes(state, executor, columns, decodes):
+    if share.decodes and (rows := _add_decodes(state, executor, columns, decodes)):
         executor.decoded_us = state.now_us
+        if executor.hello.max_drafts and state.limits.speculate:
+            alone = not prompts or share.prompts == "none"
+            for add_drafts in _draft_adders():
+                add_drafts(state, executor, columns, rows, alone)
     if prompts and share.prompts != "none":
         _add_chunks(state, executor, columns, prompts, share)
     if not columns.slots:
@@ -145,8 +153,15 @@ def must_move(state: State, sequence: Sequence) -> bool:
     return sampled < 1 or (sampled == 1 and state.now_us - sequence.last_token_us < MOVE_US)
 
 
-def _add_decodes(state: State, executor: Executor, columns: StepColumns, decodes: list[Sequence]) -> int:
-    """Add one device-fed row for each of these sequences, and return how many were added. Builds whole
+@cache
+def _draft_adders() -> list[Callable[..., None]]:
+    return [resolve_name(name) for name in DRAFTS.values()]
+
+
+def _add_decodes(
+    state: State, executor: Executor, columns: StepColumns, decodes: list[Sequence]
+) -> list[Sequence]:
+    """Add one device-fed row for each of these sequences, and return those that were added. Builds whole
     columns, since a comprehension takes a third of the time of a loop that appends."""
     rows = decodes[: executor.hello.max_step_tokens]
     short = [s for s in rows if s.computed >= s.table_capacity]
@@ -165,7 +180,7 @@ def _add_decodes(state: State, executor: Executor, columns: StepColumns, decodes
     for s in rows:
         s.computed += 1
     executor.count_decodes(count)
-    return count
+    return rows
 
 
 def _grow(state: State, executor: Executor, columns: StepColumns, short: list[Sequence]) -> bool:
@@ -313,10 +328,14 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
     plan, shape = columns.plan(executor), columns.shape
     if columns.micro_batch is not None:
         executor.pace.micro_batch = columns.micro_batch
+    expected = (
+        shape.with_drafts(columns.found_drafts, again=not executor.has_graphs) if columns.drafts else shape
+    )
     predicted_us = (
-        executor.cost_model.predict_us(shape) if executor.cost_model.seen >= overlap.MIN_SEEN else 0
+        executor.cost_model.predict_us(expected) if executor.cost_model.seen >= overlap.MIN_SEEN else 0
     )
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
+    flight.drafts = columns.drafts
     flight.lead_us, executor.late_plan.due_us = overlap.plan_lead_us(state, executor), 0
     if not executor.in_flight:
         executor.pace.on_planned(state.now_us)
@@ -525,6 +544,8 @@ class StepColumns:
     forks: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
     shape: StepShape = NO_ROWS  # for the cost model
+    drafts: int = 0  # that rows may have
+    found_drafts: int = 0  # of these, as many as are likely to be found
     two_stream: bool = False
 
     def has_table_room(self, entries: int) -> bool:

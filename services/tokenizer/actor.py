@@ -105,7 +105,7 @@ class TokenizerActor(Actor):
         self._handle(schedulers(mailbox.peers, self._name))
         subscribe = mailbox.bus.subscribe
         self._arrivals = intake.Arrivals(self._see, mailbox.clock.now_us)
-        self._tenant_queue = intake.TenantQueue(self._take, self._is_over_share)
+        self._tenant_queue = intake.TenantQueue(self._prepare_next, self._is_over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(
             lambda fault: log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
@@ -118,7 +118,7 @@ class TokenizerActor(Actor):
             mailbox, self._model, self._context, self._second, self._table, self._aliases, edge=self._edge
         )
         self._standby = part("standby", mailbox, self._name, self._own, self._is_ours, self._arrivals)
-        self._checks = Checks(mailbox, self._model, self._classes.of)
+        self._checks = Checks(mailbox, self._model, self._classes.classes_of)
         await self._queries.check_names()
         requests = [subjects.generate_any_tenant(name) for name in self._model.names]
         self._subscriptions = [
@@ -326,7 +326,7 @@ class TokenizerActor(Actor):
     def _is_over_share(self, tenant: str) -> bool:
         return self._core.is_over_share(subjects.untoken(tenant), self._mailbox.clock.now_us())
 
-    def _take(self, pending: intake.PendingRequest) -> None:
+    def _prepare_next(self, pending: intake.PendingRequest) -> None:
         """Prepare the next request, in the background if it is long."""
         delivery, clock = pending.delivery, self._mailbox.clock
         if any(standby.give_way(pending) for standby in self._standby):
@@ -348,7 +348,7 @@ class TokenizerActor(Actor):
             handled_us=clock.now_us(),
             key=pending.key,
             attempt=pending.attempt,
-            classes=self._classes.of(tenant),
+            classes=self._classes.classes_of(tenant),
             grammars=can_follow_grammars(self._mailbox.peers, self._name),
             alias=delivery.headers.get(HEADER, ""),
             run=run_of(delivery.headers),
@@ -431,7 +431,7 @@ class TenantClasses:
         """Raises SetupError if the file is invalid."""
         self._file = WatchedFile("tenant_classes", path, read_classes, log) if path else None
 
-    def of(self, tenant: str) -> tuple[str, ...]:
+    def classes_of(self, tenant: str) -> tuple[str, ...]:
         """The classes that a tenant may use."""
         return access.CLASSES if self._file is None else self._file.value.get(tenant, access.DEFAULT_CLASSES)
 

@@ -402,7 +402,7 @@ def _native(
         if skills.text_arguments and not isinstance(function["arguments"], str):
             arguments = json.dumps(function["arguments"], ensure_ascii=False)
             function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function, **ids.of(call, "id")})
+        calls.append({**call, "function": function, **ids.id_of(call, "id")})
     text, none = joined(turn["content"]), None if skills.null_content else ""
     called = {**turn, "tool_calls": calls, "content": turn["content"] if text else none}
     if not text or skills.text_beside_calls:
@@ -439,7 +439,7 @@ def _answered(turn: template_probe.Message) -> template_probe.Message:
 def _result(
     turn: template_probe.Message, ids: _Ids, skills: template_probe.TemplateSkills
 ) -> template_probe.Message:
-    turn = {**turn, **ids.of(turn, "tool_call_id")}
+    turn = {**turn, **ids.id_of(turn, "tool_call_id")}
     if skills.named_results and "name" not in turn:
         turn["name"] = ids.name(turn.get("tool_call_id"))
     return turn
@@ -463,7 +463,7 @@ class _Ids:
     def name(self, given: object) -> str:
         return self._names.get(str(given), "")
 
-    def of(self, message: template_probe.Message, key: str) -> template_probe.Message:
+    def id_of(self, message: template_probe.Message, key: str) -> template_probe.Message:
         """The key `key` of a message, if the template takes another id than it has."""
         given = message.get(key)
         if self._kind == template_probe.FUNCTION and str(given) in self._given:

@@ -117,7 +117,7 @@ class TenantQueue:
     def put(self, pending: PendingRequest) -> None:
         """Queue a request. Raises Overloaded when the queue is full for its tenant (see has_no_room)."""
         tenant = tenant_token(pending.delivery)
-        own, tenants = self._waiting.of(tenant), self._waiting.tenants
+        own, tenants = self._waiting.count_of(tenant), self._waiting.tenants
         if has_no_room(own, 1, len(self._waiting), MAX_WAITING, tenants):
             raise Overloaded(
                 f"{len(self._waiting)} requests wait for this tokenizer, {own} of them yours: "

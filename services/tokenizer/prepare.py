@@ -36,6 +36,7 @@ from shared.messages import (
     EMBEDDING_BASE64,
     MANY_CALLS,
     WHOLE_VECTOR,
+    Ints,
     Sampling,
     Tokenized,
     floats,
@@ -116,6 +117,8 @@ MAX_CANCELS = 10_000  # then the oldest is dropped: clients may cancel requests 
 ROUTING_TOKENS = 256  # of a completion: with more, texts with the same start find each other less often
 _CUT_CHARS = 4  # of the longest tokens: so much of a text is read for one that counts, if it is cut
 TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white space after it take
+MOST_PREDICTED = 8_192  # tokens: drafts change the time of an answer alone, so what is over is left out
+MOST_TOKEN_CHARS = 16  # of a prediction's tokens on average, so that a long text is not encoded for nothing
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
 
@@ -413,7 +416,17 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
         checkpoints=_checkpoints(request, submission),
         most_calls=most_calls,
+        speculate=request.speculate,
+        prediction=_prediction(request, model.vocabulary),
     )
+
+
+def _prediction(request: Request, vocabulary: Vocabulary) -> Ints:
+    """The tokens that the answer is likely to repeat, at most MOST_PREDICTED of them."""
+    if request.prediction is None:
+        return ints()
+    text = api.joined(request.prediction["content"])
+    return ints(vocabulary.encode(text[: MOST_PREDICTED * MOST_TOKEN_CHARS])[:MOST_PREDICTED])
 
 
 def _common(

@@ -268,10 +268,10 @@ class StandbyShell:
 
     async def _stand_by(self) -> None:
         while True:
-            self._turn()
+            self._share_claims()
             await asyncio.sleep(TURN_US / 1e6)
 
-    def _turn(self) -> None:
+    def _share_claims(self) -> None:
         """Send claims to the others, and take over their lost requests."""
         self._send_claims()
         now_us, others = self._now_us(), self._others()

@@ -409,14 +409,14 @@ class _Reader:
             if name in _ANNOTATIONS or name.startswith("x-"):
                 continue
             try:
-                self._keep(kept, schema, name, f"{path}/{name}", depth)
+                self._add_keyword(kept, schema, name, f"{path}/{name}", depth)
             except BadRequest:
                 if self._dropped is None:
                     raise
                 self._dropped.append(f"{path}/{name}")
         return self._whole(kept, schema, path)
 
-    def _keep(self, kept: Schema, schema: Schema, name: str, path: str, depth: int) -> None:
+    def _add_keyword(self, kept: Schema, schema: Schema, name: str, path: str, depth: int) -> None:
         """Add one keyword to `kept`. Raises BadRequest."""
         value = schema[name]
         match name:

@@ -126,7 +126,7 @@ class AnswerParser:
             yield from reader.literal(form.think[0])  # some models open it again
             reader.change_kind()
             ends = (form.think[1], *(opens if form.calls_end_reasoning else ()))
-            found = yield from reader.until(ends, partial(reader.put, REASONING))
+            found = yield from reader.until(ends, partial(reader.add_text, REASONING))
             reader.change_kind()
             if found in opens:
                 yield from self._section(found)
@@ -136,7 +136,7 @@ class AnswerParser:
                 yield from self._section("")
         while True:
             opens = opens if reader.calls < self._most else ()
-            found = yield from reader.until(opens, partial(reader.put, CONTENT))
+            found = yield from reader.until(opens, partial(reader.add_text, CONTENT))
             if not found:
                 return True
             yield from self._section(found)
@@ -161,7 +161,7 @@ class AnswerParser:
                 pending += reader.text[reader.at : end]
             reader.at = end
         if pending:
-            reader.put(CONTENT, pending, since)
+            reader.add_text(CONTENT, pending, since)
         reader.since = None
         return not pending
 
@@ -170,13 +170,13 @@ class AnswerParser:
         reader, seen = self._reader, set[str]()
         # The prompt has opened the first header, in which a recipient may stand before the channel.
         found = "" if not (yield from reader.literal("to=", step=False)) else _STARTS[0]
-        found = found or (yield from reader.until(_STARTS, partial(reader.put, CONTENT)))
+        found = found or (yield from reader.until(_STARTS, partial(reader.add_text, CONTENT)))
         while found:
             header = (yield from reader.match(_MESSAGE)) if found in _STARTS else None
             if header is None:
                 if found in _STARTS:
-                    reader.put(CONTENT, found, reader.place - len(found))
-                found = yield from reader.until(_STARTS, partial(reader.put, CONTENT))
+                    reader.add_text(CONTENT, found, reader.place - len(found))
+                found = yield from reader.until(_STARTS, partial(reader.add_text, CONTENT))
                 continue
             recipient, channel = _RECIPIENT.search(header["head"]), _CHANNEL.search(header["head"])
             reader.change_kind()
@@ -189,7 +189,7 @@ class AnswerParser:
                 reader.spaces = "\n"
             if not called:
                 seen.add(kind)
-            found = yield from reader.until(_ENDS, partial(reader.put, kind))
+            found = yield from reader.until(_ENDS, partial(reader.add_text, kind))
         return True
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class AnswerParser:
             self._reader.emit(ARGUMENTS, arguments)
         if more := "".join(f"{name}({arguments})\n" for name, arguments in (found or [])[room:]):
             # More calls than the request allows are text. They were read as a whole: their place is its end.
-            self._reader.put(CONTENT, more, self._reader.place - 1)
+            self._reader.add_text(CONTENT, more, self._reader.place - 1)
         return bool(found)
 
     def _json(self) -> NoCall:
@@ -246,7 +246,7 @@ class AnswerParser:
             since = reader.since = reader.place
             failed = yield from self._object()
             if failed is not None:
-                reader.put(CONTENT, failed, since)
+                reader.add_text(CONTENT, failed, since)
                 reader.since = None
                 return None
         if listed:

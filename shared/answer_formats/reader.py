@@ -72,7 +72,7 @@ class Reader:
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def put(self, kind: str, text: str, since: int | None = None) -> None:
+    def add_text(self, kind: str, text: str, since: int | None = None) -> None:
         """Add text of content or reasoning: that which stands at `at`, or the text from the place `since` up
         to `at`. White space at its end is held back: it may precede a marker."""
         begin, end = (self.place, self.place + len(text)) if since is None else (since, self.place)

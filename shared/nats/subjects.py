@@ -1,4 +1,4 @@
-"""All NATS subjects.
+"""All NATS subjects, each declared once with what it carries.
 
 `headrace.v1` is public and stable. `hr.<fleet>` is internal, and so is `headrace.store`, which all fleets on
 a server share. Names from users (models, tenants, request ids) and of actors (a host name has dots) are one
@@ -8,6 +8,8 @@ token each: characters with a meaning for NATS are escaped as `=XX`.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 PUBLIC = "headrace.v1"
 STORE = "headrace.store"
@@ -35,34 +37,154 @@ def untoken(text: str) -> str:
     return (first.encode() + b"".join(bytes.fromhex(e[:2]) + e[2:].encode() for e in escapes)).decode()
 
 
-def generate(tenant: str, model: str) -> str:
-    """A client's request."""
-    return f"{PUBLIC}.generate.{token(tenant)}.{token(model)}"
+class Subject:
+    """The subjects of one kind. In its pattern, `{name}` is one token, escaped; `{name?}` may be `*`, any
+    one; `{name!}` stands as it is given. `carries`: the bodies and, after `->`, the answers: types of
+    bodies.py and other modules of `shared`, or bytes, text, empty; by the last name if they differ."""
+
+    def __init__(self, pattern: str, about: str, carries: str | Mapping[str, str] = "") -> None:
+        self.pattern, self.about, self.carries = pattern, about, carries
+        self.names = re.findall(r"\{([a-z]+[?!]?)\}", pattern)
+        self.every = re.sub(r"\{.*?\}", "*", pattern)  # a pattern for all of them
+        self.form = re.sub(r"\{.*?\}", "%s", pattern)
+        self._tokens = [_WRITTEN.get(name[-1], token) for name in self.names]
+
+    def __call__(self, *names: str | int) -> str:
+        """The subject for these names. Raises ValueError for an empty one, TypeError for another number."""
+        if len(names) != len(self._tokens):
+            raise TypeError(f"{self.pattern} has {len(self._tokens)} names, not {len(names)}")
+        return self.form % tuple(map(_write, self._tokens, names))
+
+    def of_any_tenant(self, name: str) -> str:
+        """The pattern for all tenants."""
+        return self.form.replace("%s", "*", 1) % token(name)
 
 
-def generate_any_tenant(model: str) -> str:
-    """Requests for one model: its tokenizers subscribe as a queue group, and each one for copies."""
-    return f"{PUBLIC}.generate.*.{token(model)}"
+def _write(write: Callable[[Any], str] | None, name: Any) -> Any:
+    return name if write is None else write(name)
 
 
-GENERATE_ALL = f"{PUBLIC}.generate.*.*"  # the queue group that answers 404
-LOAD_ALL = f"{PUBLIC}.load.*"
-CANCEL_ALL = f"{PUBLIC}.cancel.*.*"
+def _any(name: str) -> str:
+    return name if name == "*" else token(name)
+
+
+_WRITTEN: dict[str, Callable[[Any], str] | None] = {"?": _any, "!": None}
+_REQUEST = "ChatRequest | CompletionRequest | EmbeddingRequest"
+
+
+# fmt: off
+generate = Subject("headrace.v1.generate.{tenant}.{model}", "A client's request", f"{_REQUEST} -> Frame")
+generate_any_tenant = generate.of_any_tenant
+cancel = Subject("headrace.v1.cancel.{tenant}.{request}", "A client's cancellation of a request; empty body",
+    "empty")
+submit = Subject("headrace.v1.submit.{tenant}.{model}",
+    "A durable request. The reply follows when it is stored", f"{_REQUEST} -> Submitted")
+result = Subject("headrace.v1.result.{tenant}.{request}",
+    "The state of a durable request, with its answer once there is one", "empty -> Record")
+delete = Subject("headrace.v1.delete.{tenant}.{request}",
+    "The record of a durable request goes; a request that waits or runs is cancelled", "empty -> Deleted")
+attach = Subject("headrace.v1.attach.{tenant}.{request}",
+    "Request with many replies: the text of a running request, from a character on", "Attach -> Frame")
+keep = Subject("headrace.v1.keep.{tenant}.{request}",
+    "The gateway has a keeper store a response that it has answered", "Kept -> Submitted")
+done = Subject("headrace.v1.done.{tenant}.{request}",
+    "The news that a durable request has ended, with its state", "Ended")
+work = Subject("headrace.store.work.{tenant}.{request}",
+    "A durable request that waits for its answer, in stream HR_WORK", "Work")
+work_of = Subject("headrace.store.work.{tenant}.>", "The durable requests and batches of a tenant that wait")
+record = Subject("headrace.store.record.{tenant}.{request}",
+    "How a durable request has ended, in stream HR_DONE", "Record")
+files = Subject("headrace.v1.files.{tenant}.{verb!}",
+    "Files of a tenant. `verb`: put, keep, show, list, read, delete", {"put": "bytes -> empty",
+    "keep": "FileKept -> FileMeta", "show": "FileNamed -> FileMeta", "list": "PageAsked -> FileMeta",
+    "read": "ChunkNamed -> bytes", "delete": "FileNamed -> Deleted"})
+batches = Subject("headrace.v1.batches.{tenant}.{verb!}",
+    "Batches of a tenant. `verb`: create, show, list, cancel", {"create": "BatchCreated -> Batch",
+    "show": "BatchNamed -> Batch", "list": "PageAsked -> Batch", "cancel": "BatchNamed -> Batch"})
+forward = Subject("headrace.v1.forward.{tenant}.{verb!}",
+    "The keeper of an edge hands a durable request to the centre. `verb`: submit, result, cancel",
+    {"submit": "Forwarded -> Submitted", "result": "Forwarded -> Record", "cancel": "Forwarded -> Forwarded"})
+file_part = Subject("headrace.store.file.{tenant}.{file?}.{part!}",
+    "A chunk of a file by its number, or `meta`, in stream HR_FILES. `*` stands for any file", {"": "bytes",
+    "meta": "FileMeta"})
+file_part_any_tenant = Subject("headrace.store.file.*.*.{part!}", "A part of all files")
+batch_line = Subject("headrace.store.line.{tenant}.{batch}.{line!}.{outcome!}",
+    "How a line of a batch has ended, `ok` or `error`, in stream HR_FILES", "BatchLine")
+batch_job = Subject("headrace.store.work.{tenant}.{batch?}.batch",
+    "A batch that is not over, in stream HR_WORK. Its subject has a part more than that of a request",
+    "Batch")
+batch_part = Subject("headrace.store.record.{tenant}.{batch?}.{part!}",
+    "`end`, `state` or `cancel` of a batch, in stream HR_DONE", {"": "Batch", "cancel": "CancelMark"})
+hook = Subject("headrace.store.hook.{host!}.{tenant}.{event!}",
+    "An event for a webhook, in stream HR_HOOKS. `host`: a key of the host that gets it", "HookMessage")
+hooks_of = Subject("headrace.store.hook.{host!}.>",
+    "All events of a host, also those of an earlier version, which lack the tenant")
+runs = Subject("headrace.store.runs.{tenant}.{request}",
+    "The keeper that has sent a request to a tokenizer answers another one", "empty -> empty")
+check = Subject("headrace.store.check.{tenant}.{model}",
+    "A tokenizer validates a request that a keeper is about to store", f"{_REQUEST} -> Drawn")
+check_any_tenant = check.of_any_tenant
+state = Subject("headrace.store.state.{tenant}.{request}",
+    "The last checkpoint of a durable request, in stream HR_STATE", "Tokenized | Tokens")
+resume = Subject("headrace.store.resume.{tenant}.{model}",
+    "A detokenizer has a durable request go on after its checkpoint", "Tokenized | Tokens -> Frame")
+resume_any_tenant = resume.of_any_tenant
+trace = Subject("headrace.v1.trace.{request}", "The stages of a request", "text -> Trace")
+policy = Subject("headrace.v1.policy.{scheduler}",
+    "The operator changes the policy of a scheduler; the body is `kind=name,...`", "text -> Change")
+set_alias = Subject("headrace.v1.alias.{name}",
+    'The operator sets what an alias stands for; the body is `{"model": weight, ...}`', "Targets -> Change")
+alias = Subject("headrace.store.alias.{name}",
+    "The last change of an alias: for all that resolve it, and in stream HR_ALIASES", "Alias")
+sleep = Subject("headrace.v1.sleep.{scheduler}",
+    'Executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`', "text -> SleepStates")
+load = Subject("headrace.v1.load.{model}",
+    "Each `headrace up` that has executors of a model loads or unloads them; the body is `load` or `unload`",
+    "text -> HostAnswer")
+events = Subject("headrace.v1.events.{scheduler}", "The event log of a scheduler, if it is on", "bytes")
+events_snapshot = Subject("headrace.v1.events.{scheduler}.snapshot", "Publish a snapshot now, for a new log",
+    "empty -> empty")
+models = Subject("headrace.v1.models.{tenant}", "The models that are served", "empty -> Models")
+tokenize = Subject("headrace.v1.tokenize.{tenant}.{model}", "Text to token ids", f"{_REQUEST} -> TokensAsked")
+tokenize_any_tenant = tokenize.of_any_tenant
+detokenize = Subject("headrace.v1.detokenize.{tenant}.{model}", "Token ids to text", "TokensAsked -> Text")
+detokenize_any_tenant = detokenize.of_any_tenant
+mailbox = Subject("hr.{fleet}.{kind!}.{actor}.in.{message!}",
+    "A message for one actor. `message` is the message's class name", "Envelope")
+mailbox_all = Subject("hr.{fleet}.{kind!}.{actor}.in.*",
+    "All messages for one actor: one subscription, since several would lose their relative order")
+heartbeat = Subject("hr.{fleet}.beat.{kind!}.{actor}", "The heartbeats of an actor", "Heartbeat")
+heartbeat_all = Subject("hr.{fleet}.beat.*.*", "The heartbeats of the whole fleet")
+heartbeat_request = Subject("hr.{fleet}.beat_ask",
+    "A new actor requests a heartbeat from every actor of the fleet", "empty")
+metrics = Subject("hr.{fleet}.metrics", "Every actor of the fleet answers with its metrics",
+    "empty -> Report")
+gone = Subject("_R.{actor}.{request}",
+    "The reply subject of frames: a 503 of the server on it means that the client has gone", "empty")
+gone_all = Subject("_R.{actor}.*", "The 503s for all frames of a detokenizer")
+_status = Subject("headrace.v1.status", "The states of all services", "empty -> ServiceStatus")
+_aliases = Subject("headrace.store.aliases", "The aliases that a tokenizer has", "empty -> Alias")
+# fmt: on
+
+STATUS = _status.every
+ALIASES = _aliases.every
+GENERATE_ALL = generate.every  # the queue group that answers 404
+LOAD_ALL = load.every
+CANCEL_ALL = cancel.every
 TOKENIZER_HEARTBEATS_ALL_FLEETS = "hr.*.beat.tokenizer.*"
 HEARTBEAT_REQUEST_ALL_FLEETS = "hr.beat_ask"  # a new actor requests the heartbeats of every fleet
 MODELS = f"{PUBLIC}.models"  # without a tenant
 MODELS_ANY_TENANT = f"{PUBLIC}.models.*"
-STATUS = f"{PUBLIC}.status"
-TRACE_ALL = f"{PUBLIC}.trace.*"
-SUBMIT_ALL = f"{PUBLIC}.submit.*.*"
-RESULT_ALL = f"{PUBLIC}.result.*.*"
-KEEP_ALL = f"{PUBLIC}.keep.*.*"
-DELETE_ALL = f"{PUBLIC}.delete.*.*"
-ATTACH_ALL = f"{PUBLIC}.attach.*.*"
-FILES_ALL = f"{PUBLIC}.files.*.*"
-BATCHES_ALL = f"{PUBLIC}.batches.*.*"
-FORWARD_ALL = f"{PUBLIC}.forward.*.*"
-DONE_ALL = f"{PUBLIC}.done.*.*"
+TRACE_ALL = trace.every
+SUBMIT_ALL = submit.every
+RESULT_ALL = result.every
+KEEP_ALL = keep.every
+DELETE_ALL = delete.every
+ATTACH_ALL = attach.every
+FILES_ALL = files.every
+BATCHES_ALL = batches.every
+FORWARD_ALL = forward.every
+DONE_ALL = done.every
 WORK_STREAM, RECORD_STREAM, FILE_STREAM = "HR_WORK", "HR_DONE", "HR_FILES"
 HOOK_STREAM, STATE_STREAM = "HR_HOOKS", "HR_STATE"
 ALIAS_STREAM = "HR_ALIASES"
@@ -71,158 +193,17 @@ RECORD_ALL = f"{STORE}.record.>"
 STATE_ALL = f"{STORE}.state.>"
 FILE_ALL = f"{STORE}.file.>"
 LINE_ALL = f"{STORE}.line.>"
-RUNS_ALL = f"{STORE}.runs.*.*"
+RUNS_ALL = runs.every
 HOOK_ALL = f"{STORE}.hook.>"
 ALIAS_ALL = f"{STORE}.alias.*"
-ALIASES = f"{STORE}.aliases"  # request-reply: the aliases that a tokenizer has
 SET_ALIAS_ALL = f"{PUBLIC}.alias.*"
 _TRACE_TENANT = "tenant "
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 
 
-def cancel(tenant: str, request: str) -> str:
-    """A client's cancellation of a request; empty body."""
-    return f"{PUBLIC}.cancel.{token(tenant)}.{token(request)}"
-
-
-def submit(tenant: str, model: str) -> str:
-    """Request-reply: a durable request. The reply follows when it is stored."""
-    return f"{PUBLIC}.submit.{token(tenant)}.{token(model)}"
-
-
-def result(tenant: str, request: str) -> str:
-    """Request-reply: the state of a durable request, with its answer once there is one."""
-    return f"{PUBLIC}.result.{token(tenant)}.{token(request)}"
-
-
-def delete(tenant: str, request: str) -> str:
-    """Request-reply: the record of a durable request goes; a request that waits or runs is cancelled."""
-    return f"{PUBLIC}.delete.{token(tenant)}.{token(request)}"
-
-
-def attach(tenant: str, request: str) -> str:
-    """Request with many replies: the text of a running request, from a character on."""
-    return f"{PUBLIC}.attach.{token(tenant)}.{token(request)}"
-
-
-def keep(tenant: str, request: str) -> str:
-    """Request-reply: the gateway has a keeper store a response that it has answered."""
-    return f"{PUBLIC}.keep.{token(tenant)}.{token(request)}"
-
-
-def done(tenant: str, request: str) -> str:
-    """The news that a durable request has ended, with its state."""
-    return f"{PUBLIC}.done.{token(tenant)}.{token(request)}"
-
-
-def work(tenant: str, request: str) -> str:
-    """A durable request that waits for its answer, in stream HR_WORK."""
-    return f"{STORE}.work.{token(tenant)}.{token(request)}"
-
-
-def work_of(tenant: str) -> str:
-    """The durable requests and batches of a tenant that wait."""
-    return f"{STORE}.work.{token(tenant)}.>"
-
-
-def record(tenant: str, request: str) -> str:
-    """How a durable request has ended, in stream HR_DONE."""
-    return f"{STORE}.record.{token(tenant)}.{token(request)}"
-
-
-def files(tenant: str, verb: str) -> str:
-    """Request-reply: files of a tenant. `verb`: put, keep, show, list, read, delete."""
-    return f"{PUBLIC}.files.{token(tenant)}.{verb}"
-
-
-def batches(tenant: str, verb: str) -> str:
-    """Request-reply: batches of a tenant. `verb`: create, show, list, cancel."""
-    return f"{PUBLIC}.batches.{token(tenant)}.{verb}"
-
-
-def forward(tenant: str, verb: str) -> str:
-    """Request-reply: the keeper of an edge hands a durable request to the centre. `verb`: submit, result,
-    cancel."""
-    return f"{PUBLIC}.forward.{token(tenant)}.{verb}"
-
-
-def file_part(tenant: str, file: str, part: int | str) -> str:
-    """A chunk of a file by its number, or `meta`, in stream HR_FILES. `*` stands for any file."""
-    return f"{STORE}.file.{token(tenant)}.{_any(file)}.{part}"
-
-
-def file_part_any_tenant(part: int | str) -> str:
-    """A part of all files."""
-    return f"{STORE}.file.*.*.{part}"
-
-
-def batch_line(tenant: str, batch: str, line: int | str, outcome: str) -> str:
-    """How a line of a batch has ended, `ok` or `error`, in stream HR_FILES."""
-    return f"{STORE}.line.{token(tenant)}.{token(batch)}.{line}.{outcome}"
-
-
-def batch_job(tenant: str, batch: str) -> str:
-    """A batch that is not over, in stream HR_WORK. Its subject has a part more than that of a request."""
-    return f"{STORE}.work.{token(tenant)}.{_any(batch)}.batch"
-
-
 def is_batch_job(subject: str) -> bool:
     """True for the subject of a batch in stream HR_WORK."""
     return subject.count(".") > WORK_ALL.count(".") + 1
-
-
-def batch_part(tenant: str, batch: str, part: str) -> str:
-    """`end`, `state` or `cancel` of a batch, in stream HR_DONE."""
-    return f"{STORE}.record.{token(tenant)}.{_any(batch)}.{part}"
-
-
-def hook(host: str, tenant: str, event: str) -> str:
-    """An event for a webhook, in stream HR_HOOKS. `host`: a key of the host that gets it."""
-    return f"{STORE}.hook.{host}.{token(tenant)}.{event}"
-
-
-def hooks_of(host: str) -> str:
-    """All events of a host, also those of an earlier version, which lack the tenant."""
-    return f"{STORE}.hook.{host}.>"
-
-
-def _any(name: str) -> str:
-    return name if name == "*" else token(name)
-
-
-def runs(tenant: str, request: str) -> str:
-    """Request-reply: the keeper that has sent a request to a tokenizer answers another one."""
-    return f"{STORE}.runs.{token(tenant)}.{token(request)}"
-
-
-def check(tenant: str, model: str) -> str:
-    """Request-reply: a tokenizer validates a request that a keeper is about to store."""
-    return f"{STORE}.check.{token(tenant)}.{token(model)}"
-
-
-def check_any_tenant(model: str) -> str:
-    """`check` requests of all tenants for one model."""
-    return f"{STORE}.check.*.{token(model)}"
-
-
-def state(tenant: str, request: str) -> str:
-    """The last checkpoint of a durable request, in stream HR_STATE."""
-    return f"{STORE}.state.{token(tenant)}.{token(request)}"
-
-
-def resume(tenant: str, model: str) -> str:
-    """Request-reply: a detokenizer has a durable request go on after its checkpoint."""
-    return f"{STORE}.resume.{token(tenant)}.{token(model)}"
-
-
-def resume_any_tenant(model: str) -> str:
-    """`resume` requests of all tenants for one model."""
-    return f"{STORE}.resume.*.{token(model)}"
-
-
-def trace(request: str) -> str:
-    """Request-reply: the stages of a request."""
-    return f"{PUBLIC}.trace.{token(request)}"
 
 
 def trace_body(tenant: str) -> bytes:
@@ -240,67 +221,6 @@ def asked_trace(body: bytes) -> tuple[str, bool]:
         return untoken(text.removeprefix(_TRACE_TENANT)), False
     except ValueError:
         return text, False
-
-
-def policy(scheduler: str) -> str:
-    """Request-reply: the operator changes the policy of a scheduler; the body is `kind=name,...`."""
-    return f"{PUBLIC}.policy.{token(scheduler)}"
-
-
-def set_alias(name: str) -> str:
-    """Request-reply: the operator sets what an alias stands for; the body is `{"model": weight, ...}`."""
-    return f"{PUBLIC}.alias.{token(name)}"
-
-
-def alias(name: str) -> str:
-    """The last change of an alias: for all that resolve it, and in stream HR_ALIASES."""
-    return f"{STORE}.alias.{token(name)}"
-
-
-def sleep(scheduler: str) -> str:
-    """Request-reply: executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`."""
-    return f"{PUBLIC}.sleep.{token(scheduler)}"
-
-
-def load(model: str) -> str:
-    """Request-reply: each `headrace up` that has executors of a model loads or unloads them; the body is
-    `load` or `unload`."""
-    return f"{PUBLIC}.load.{token(model)}"
-
-
-def events(scheduler: str) -> str:
-    """The event log of a scheduler, if it is on."""
-    return f"{PUBLIC}.events.{token(scheduler)}"
-
-
-def events_snapshot(scheduler: str) -> str:
-    """Request-reply: publish a snapshot now, for a new log."""
-    return f"{PUBLIC}.events.{token(scheduler)}.snapshot"
-
-
-def models(tenant: str) -> str:
-    """Request-reply: the models that are served."""
-    return f"{MODELS}.{token(tenant)}"
-
-
-def tokenize(tenant: str, model: str) -> str:
-    """Request-reply: text to token ids."""
-    return f"{PUBLIC}.tokenize.{token(tenant)}.{token(model)}"
-
-
-def tokenize_any_tenant(model: str) -> str:
-    """`tokenize` requests of all tenants for one model."""
-    return f"{PUBLIC}.tokenize.*.{token(model)}"
-
-
-def detokenize(tenant: str, model: str) -> str:
-    """Request-reply: token ids to text."""
-    return f"{PUBLIC}.detokenize.{token(tenant)}.{token(model)}"
-
-
-def detokenize_any_tenant(model: str) -> str:
-    """`detokenize` requests of all tenants for one model."""
-    return f"{PUBLIC}.detokenize.*.{token(model)}"
 
 
 class NameTooLong(ValueError):
@@ -345,43 +265,3 @@ def is_inbox(subject: str) -> bool:
     return all(name and name not in ("*", ">") and name.isprintable() for name in subject.split(".")) and (
         " " not in subject
     )
-
-
-def mailbox(fleet: str, kind: str, actor: str, message: str) -> str:
-    """A message for one actor. `message` is the message's class name."""
-    return f"hr.{token(fleet)}.{kind}.{token(actor)}.in.{message}"
-
-
-def mailbox_all(fleet: str, kind: str, actor: str) -> str:
-    """All messages for one actor: one subscription, since several would lose their relative order."""
-    return f"hr.{token(fleet)}.{kind}.{token(actor)}.in.*"
-
-
-def heartbeat(fleet: str, kind: str, actor: str) -> str:
-    """The heartbeats of an actor."""
-    return f"hr.{token(fleet)}.beat.{kind}.{token(actor)}"
-
-
-def heartbeat_all(fleet: str) -> str:
-    """The heartbeats of the whole fleet."""
-    return f"hr.{token(fleet)}.beat.*.*"
-
-
-def heartbeat_request(fleet: str) -> str:
-    """A new actor requests a heartbeat from every actor of the fleet."""
-    return f"hr.{token(fleet)}.beat_ask"
-
-
-def metrics(fleet: str) -> str:
-    """Request-reply: every actor of the fleet answers with its metrics."""
-    return f"hr.{token(fleet)}.metrics"
-
-
-def gone(actor: str, request: str) -> str:
-    """The reply subject of frames: a 503 of the server on it means that the client has gone."""
-    return f"_R.{token(actor)}.{token(request)}"
-
-
-def gone_all(actor: str) -> str:
-    """The 503s for all frames of a detokenizer."""
-    return f"_R.{token(actor)}.*"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,12 +51,13 @@ def total(usages: Sequence[Body]) -> Body:
     """The total usage of several prompts."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    details = [usage["completion_tokens_details"] for usage in usages if "completion_tokens_details" in usage]
-    reasoning = {"reasoning_tokens": sum(each["reasoning_tokens"] for each in details)}
+    details = Counter[str]()
+    for usage in usages:
+        details.update(usage.get("completion_tokens_details", {}))
     return {
         **{name: sum(usage[name] for usage in usages) for name in names},
         "prompt_tokens_details": {"cached_tokens": cached},
-        **({"completion_tokens_details": reasoning} if details else {}),
+        **({"completion_tokens_details": dict(details)} if details else {}),
     }
 
 

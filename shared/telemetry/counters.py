@@ -233,6 +233,13 @@ class SchedulerCounter:
         status="measured.tokens.recomputed")
     WASTED_ROWS = counter(f"{_S}wasted_rows", "{row}", "computed for sequences that had ended",
         status="measured.steps.wasted_rows")
+    DRAFTS = counter(f"{_S}drafts", "{row}", "that had drafts", vllm="spec_decode_num_drafts_total",
+        status="measured.drafts.rows", recent="draft_rows")
+    DRAFT_TOKENS = counter(f"{_S}draft_tokens", "{token}", "computed [ahead](../design/speculation.md)",
+        vllm="spec_decode_num_draft_tokens_total", status="measured.drafts.tokens", recent="draft_tokens")
+    ACCEPTED_TOKENS = counter(f"{_S}accepted_tokens", "{token}", "of these, kept as tokens of answers",
+        vllm="spec_decode_num_accepted_tokens_total", status="measured.drafts.accepted",
+        recent="accepted_tokens")
     PREEMPTIONS = counter(f"{_S}preemptions", "{preemption}", "of sequences", vllm="num_preemptions_total",
         status="measured.tokens.preemptions", recent="preemptions")
     MOVES = counter(f"{_S}moves", "{move}", "sequences that [moved](../design/moves.md) to another executor",
@@ -527,6 +534,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         per_second("in {}", SchedulerCounter.PREFILLED),
         per_second("out {} tok/s", SchedulerCounter.GENERATED),
         share("prefix hits {}", SchedulerCounter.PREFIX_HITS, SchedulerCounter.PREFIX_LOOKUPS),
+        share("drafts kept {}", SchedulerCounter.ACCEPTED_TOKENS, SchedulerCounter.DRAFT_TOKENS),
         lately_many("{:,} preempted", SchedulerCounter.PREEMPTIONS),
     ),
     "executor": (per_second("{} steps/s", ExecutorCounter.STEPS),),

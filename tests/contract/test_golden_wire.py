@@ -321,7 +321,7 @@ def test_options_over_the_limit_are_refused_with_a_cure() -> None:
         shard="",
         model_digest="",
     )
-    with pytest.raises(PayloadTooLarge, match="shorten its grammar, stop strings or logit_bias"):
+    with pytest.raises(PayloadTooLarge, match="shorten its grammar, stop strings, logit_bias or prediction"):
         list(split(message))
 
 

@@ -753,7 +753,8 @@ async def test_a_consumer_that_is_removed_is_made_again(world: World) -> None:
     await world.submit(request_id="before")
     await world.until(world.news)
     subject = "$JS.API.CONSUMER.DELETE.HR_WORK.tenant-public"
-    await world.bus.request(subject, b"", timeout_us=5_000_000)
+    removed = await world.bus.request(subject, b"", timeout_us=5_000_000)
+    assert json.loads(removed.data)["success"]
     await world.submit(request_id="after")
     await world.until(world.news, 2)
 

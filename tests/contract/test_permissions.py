@@ -375,7 +375,7 @@ async def test_gateway_receives_each_tenants_answers_on_a_connection_of_its_own(
     await tokenizer.flush()
     lines = TenantConnections(await Client.open(main), apart=True)
     for tenant in ("acme", "bob"):
-        line = await lines.of(tenant)
+        line = await lines.client_of(tenant)
         assert (await line.request(subjects.models(tenant)), line.bus.user) == (
             {"data": []},
             "headrace-gateway",

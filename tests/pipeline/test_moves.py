@@ -19,7 +19,7 @@ from support.small_llama import VOCAB, write_small_llama
 
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.core import change_policy as set_policy
-from services.scheduler.fleet import roles
+from services.scheduler.executors import roles
 from services.scheduler.state.state import PREFILL, State
 from shared.client.client import Client
 

@@ -13,7 +13,7 @@ from support.virtual_loop import FakeClock
 
 from services.launcher.commands import model as command
 from services.launcher.host_agent import CHANGE_US, LEAST_AWAKE_US, HostAgent
-from services.scheduler.fleet import sleep
+from services.scheduler.executors import sleep
 from shared.errors import BadRequest, Unavailable, UnknownModel
 from shared.nats.interface import Bus
 

@@ -555,7 +555,7 @@ async def test_options_that_no_message_can_carry_are_a_413(
     reply = await world.ask(subjects.generate("acme", "tiny"), {**CHAT, "stop": ["s" * 200]})
     error = json.loads(reply.data)["error"]
     assert error["code"] == 413
-    assert "shorten its grammar, stop strings or logit_bias" in error["message"]
+    assert "shorten its grammar, stop strings, logit_bias or prediction" in error["message"]
     assert (scheduler.tokenized, actor.status()["pending"]) == ([], 0)
 
 

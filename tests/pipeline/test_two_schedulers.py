@@ -12,8 +12,8 @@ from support.memory_bus import MemoryBroker, MemoryBus
 from support.pipeline.five_actors import Pipeline
 
 from services.scheduler.actor import SchedulerActor
-from services.scheduler.fleet import roles
-from services.scheduler.fleet.roles import Division, Give
+from services.scheduler.executors import roles
+from services.scheduler.executors.roles import Division, Give
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.membership import Peers
 

@@ -54,7 +54,7 @@ class House:
         assert isinstance(bus, MemoryBus)
         hang = Hang(bus)
         (standby,) = actor._standby
-        standby._turn = hang.stops(standby._turn)
+        standby._share_claims = hang.stops(standby._share_claims)
         actor._tenant_queue._next = hang._later(actor._tenant_queue._next)
         return hang
 

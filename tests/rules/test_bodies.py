@@ -1,4 +1,4 @@
-"""One wire: each subject has its bodies in one table, and JSON is read in one place."""
+"""One wire: each subject is declared with its bodies, and JSON is read in one place."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 from support.source_tree import Source, product
 
-from shared import bodies
+from shared import aliases, api, bodies, codec, messages
 from shared.nats import subjects
 from shared.nats.access import PUBLIC
-from shared.openai.batch_lines import URLS
+from shared.nats.subjects import Subject
+from shared.openai import batch_lines
+from shared.telemetry import readings
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "subjects.md"
 READ = {"json.loads", "json.load", "from_json"}
@@ -31,10 +32,9 @@ JSON_ELSEWHERE = (
     "services/executor/cpu/autotune.py",
     "services/launcher/commands/chat.py", "services/launcher/commands/submit.py",  # files of a user
 )  # fmt: skip
-NOT_OURS = {  # functions and patterns that name no subject of their own
-    "token", "untoken", "name_at", "names_in", "wrong_name", "is_inbox", "is_batch_job", "trace_body",
-    "asked_trace", "work_of", "hooks_of", "file_part_any_tenant", "mailbox_all", "heartbeat_all", "gone_all",
-}  # fmt: skip
+MODULES = (bodies, api, messages, codec, readings, aliases, batch_lines)  # of the types that subjects carry
+WITHOUT_A_NAME = ("PUBLIC", "STORE", "MODELS", "HEARTBEAT_REQUEST_ALL_FLEETS")  # or shorter by one
+PARTS_OF_OTHERS = {"work_of", "hooks_of", "file_part_any_tenant", "mailbox_all", "heartbeat_all", "gone_all"}
 
 
 def product_only() -> list[Source]:
@@ -52,43 +52,46 @@ def test_json_is_read_by_the_codec_alone(source: Source) -> None:
             assert "json.dumps({" not in ast.unparse(call)
 
 
-def functions() -> list[str]:
-    found = inspect.getmembers(subjects, inspect.isfunction)
-    return [name for name, _ in found if not name.startswith("_") and not name.endswith("_any_tenant")]
+def declared() -> dict[str, Subject]:
+    """The subjects by their names, with those that are constants."""
+    return {name: each for name, each in vars(subjects).items() if isinstance(each, Subject)}
 
 
-def test_every_subject_is_in_the_table() -> None:
-    listed = {name.partition(" ")[0] for name in bodies.SUBJECTS}
-    assert {*functions()} - NOT_OURS == listed - {"status", "aliases"}  # constants without a function
-    verbs = {name for name in bodies.SUBJECTS if " " in name}
-    assert {name.partition(" ")[0] for name in verbs} == {
-        "files",
-        "batches",
-        "file_part",
-        "batch_part",
-        "forward",
-    }
+def carried() -> list[tuple[Subject, str, str]]:
+    """Subject, verb, and what it carries."""
+    rows: list[tuple[Subject, str, str]] = []
+    for each in declared().values():
+        verbs = {"": each.carries} if isinstance(each.carries, str) else each.carries
+        rows += [(each, verb, text) for verb, text in verbs.items() if text]
+    return rows
 
 
-def test_every_pattern_is_of_a_subject_in_the_table() -> None:
-    made = {name.partition(" ")[0] for name in bodies.SUBJECTS}
+def test_subjects_declare_what_they_carry() -> None:
+    assert {name for name, each in declared().items() if not each.carries} == PARTS_OF_OTHERS
+    assert {name for name, each in vars(subjects).items() if inspect.isfunction(each)} == {
+        "token", "untoken", "is_batch_job", "trace_body", "asked_trace", "name_at", "names_in", "wrong_name",
+        "is_inbox", "_write", "_any",
+    }  # fmt: skip
+
+
+def test_patterns_match_declared_subjects() -> None:
+    stems = [each.form.partition("%s")[0] for each in declared().values()]
     for name, value in vars(subjects).items():
-        if name.isupper() and isinstance(value, str) and "." in value and name not in ("PUBLIC", "STORE"):
-            word = name.removesuffix("_ALL").removesuffix("_ANY_TENANT").removesuffix("_ALL_FLEETS").lower()
-            parts = {"file": "file_part", "line": "batch_line", "tokenizer_heartbeats": "heartbeat"}
-            assert parts.get(word, word) in made, name
+        if name.isupper() and isinstance(value, str) and "." in value and name not in WITHOUT_A_NAME:
+            stem = re.split(r"[*>]", value)[0]
+            assert any(stem.startswith(each) or each.startswith(stem) for each in stems), name
 
 
-@pytest.mark.parametrize("name", sorted({part for row in bodies.SUBJECTS.values() for part in row}))
-def test_a_body_is_declared(name: str) -> None:
-    for part in filter(None, name.split(", ")):
-        if part not in ("bytes", "text", "empty"):
-            assert resolve_name(part if ":" in part else f"shared.bodies:{part}") is not None
+@pytest.mark.parametrize("text", sorted({text for _, _, text in carried()}))
+def test_bodies_of_subjects_are_declared(text: str) -> None:
+    for name in re.split(r" -> | \| ", text):
+        found = [module for module in MODULES if hasattr(module, name)]
+        assert found or name in ("bytes", "text", "empty"), name
 
 
 def test_batches_have_the_endpoints_of_their_lines() -> None:
     assert {*bodies.BatchCreated.__annotations__} >= {"endpoint", "completion_window"}
-    for url in URLS:
+    for url in batch_lines.URLS:
         body = bodies.encode({"input_file_id": "f", "endpoint": url, "completion_window": "24h"})
         assert bodies.asked(bodies.BatchCreated, body)["endpoint"] == url
 
@@ -96,30 +99,18 @@ def test_batches_have_the_endpoints_of_their_lines() -> None:
 def page() -> str:
     """docs/reference/subjects.md."""
     rows = []
-    for name, (body, answer) in bodies.SUBJECTS.items():
-        word, _, verb = name.partition(" ")
-        make = getattr(subjects, word, None)
-        if make is None:
-            subject, about = getattr(subjects, word.upper()), ""
-        else:
-            names = inspect.signature(make).parameters
-            given = [
-                {"part": verb or ("N" if word == "file_part" else "end"), "verb": verb}.get(
-                    each, each.upper()
-                )
-                for each in names
-            ]
-            subject = make(*given).replace("=", "")
-            about = (inspect.getdoc(make) or "").partition("\n\n")[0].replace("\n", " ")
-        bodies_of = ", ".join(f"`{part.rpartition(':')[2]}`" for part in body.split(", "))
-        replies = ", ".join(f"`{part.rpartition(':')[2]}`" for part in answer.split(", ") if part)
-        rows.append(f"| `{subject}` | {bodies_of} | {replies} | {about} |")
+    for each, verb, text in carried():
+        verbs = {"verb!": verb, "part!": verb or "N"}
+        given = {name: verbs.get(name, name.rstrip("?!").upper()) for name in each.names}
+        body, _, answer = text.partition(" -> ")
+        shown = [", ".join(f"`{part}`" for part in side.split(" | ") if part) for side in (body, answer)]
+        rows.append(f"| `{each.form % tuple(given.values())}` | {shown[0]} | {shown[1]} | {each.about} |")
     allowed = [
         f"| `{each[0]}` | {', '.join(each[1].split())} | {', '.join(each[2].split())} |" for each in PUBLIC
     ]
     return (
-        "# Subjects\n\nEvery NATS subject with its body and answer, from the table in `shared/bodies.py`, "
-        "which has the types.\n`headrace.v1` is public; the [API](api.md) has its fields.\n\n"
+        "# Subjects\n\nEvery NATS subject with its body and answer, from `shared/nats/subjects.py`; "
+        "`shared/bodies.py` has the types.\n`headrace.v1` is public; the [API](api.md) has its fields.\n\n"
         "| subject | body | answer | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n## Permissions\n\n"
         "The users of `headrace auth` send and read these below `headrace.v1`, from the table in "
         "`shared/nats/access.py`. T is a tenant.\n\n"
@@ -133,20 +124,12 @@ def test_every_public_subject_has_its_senders_and_receivers() -> None:
         re.compile(each[0].replace(".", r"\.").replace("*", "[^.]+").replace("T", "[^.]+")): 0
         for each in PUBLIC
     }
-    for name in bodies.SUBJECTS:
-        word, _, verb = name.partition(" ")
-        make = getattr(subjects, word, None)
-        subject = (
-            getattr(subjects, word.upper())
-            if make is None
-            else make(*[verb or "x"] * len(inspect.signature(make).parameters))
-        )
+    for each, verb, _ in carried():
+        subject = each.form % tuple(verb or "x" for _ in each.names)
         if subject.startswith(f"{subjects.PUBLIC}."):
-            (row,) = [
-                each for each in patterns if each.fullmatch(subject.removeprefix(f"{subjects.PUBLIC}."))
-            ]
+            (row,) = [row for row in patterns if row.fullmatch(subject.removeprefix(f"{subjects.PUBLIC}."))]
             patterns[row] += 1
-    without = {each.pattern for each, count in patterns.items() if not count}
+    without = {row.pattern for row, count in patterns.items() if not count}
     assert without == {"models"}  # a constant, without a tenant
 
 

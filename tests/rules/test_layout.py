@@ -28,8 +28,8 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "fleet", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
-            "prefix_cache", "recovery", "results", "step_planner",
+            "admission", "executors", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
+            "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -37,7 +37,7 @@ LAYERS = {
     ),
     "services/executor": (
         ("engine",),
-        ("device_thread", "parallel", "sampling"),
+        ("device_thread", "parallel", "sampling", "speculation"),
         ("model",),
         ("checkpoint",),
         ("kv_transfer", "sim"),
@@ -59,8 +59,8 @@ ONE_PATH = (
     "services/detokenizer/",
 )  # fmt: skip
 HANGING = (
-    "services/scheduler/fleet/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
-    "services/scheduler/reports/",
+    "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
+    "services/scheduler/reports/", "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",

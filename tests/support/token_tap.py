@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 
 from shared import codec
 from shared.messages import Open, Tokens
@@ -22,7 +23,8 @@ class Tap:
         if isinstance(message, Open):
             self.names[message.seq] = (message.request, message.choice)
         elif isinstance(message, Tokens):
-            for seq, first, token in zip(message.seqs, message.first, message.ids, strict=True):
+            tokens = iter(message.ids)
+            for seq, first, count in zip(message.seqs, message.first, message.counts, strict=True):
                 ids = self.ids[self.names[seq]]
                 assert first == len(ids), f"token {first} of {self.names[seq]} came after {len(ids)}"
-                ids.append(token)
+                ids.extend(islice(tokens, count))

@@ -27,6 +27,7 @@ from shared.messages import (
     StepResult,
     Tokenized,
     Tokens,
+    ints,
 )
 from shared.step_model import StepShape, shape_of
 
@@ -91,7 +92,7 @@ class History:
     left_out: int = 0  # requests that ran already when the log began
     recomputed_before: int = 0  # counted by the meter until then
 
-    def take(self, record: event_log.LoggedEvent) -> None:
+    def add(self, record: event_log.LoggedEvent) -> None:
         """One event more."""
         message = record.event.message if isinstance(record.event, Arrived) else None
         if isinstance(message, Tokenized):
@@ -157,7 +158,7 @@ def read_history(records: Iterable[event_log.Record]) -> History:
             core = core_of(record.data)
         elif isinstance(record, event_log.LoggedEvent) and core is not None:
             history = history or _begun(core, record.now_us)
-            history.take(record)
+            history.add(record)
     if history is None or not history.asked:
         raise LogError("the log has no snapshot or no request after it: record while some are served")
     return history
@@ -176,12 +177,12 @@ def _known(tokens: Tokens, readers: Readers) -> Tokens:
     """Without the rows of requests that ran before the log."""
     if all(seq in readers.open for seq in tokens.seqs):
         return tokens
-    known = [seq for seq in tokens.seqs if seq in readers.open]
+    known = [row for row, seq in enumerate(tokens.seqs) if seq in readers.open]
     return Tokens(
         executor=tokens.executor,
         step=tokens.step,
-        seqs=type(tokens.seqs)("i", known),
-        first=tokens.first,
-        counts=tokens.counts,
+        seqs=ints([tokens.seqs[row] for row in known]),
+        first=ints([tokens.first[row] for row in known]),
+        counts=ints([tokens.counts[row] for row in known]),
         ids=tokens.ids,
     )

@@ -86,7 +86,7 @@ def rerun(records: Iterable[event_log.Record]) -> Report:
     run = _Rerun()
     started = time.perf_counter_ns()
     for record in records:
-        if run.take(record):
+        if run.advance(record):
             break
     run.report.wall_us = (time.perf_counter_ns() - started) // 1000
     if run.core is None:
@@ -101,7 +101,7 @@ class _Rerun:
         self._began_us = -1
         self._number = self._now_us = self._equal_until = 0
 
-    def take(self, record: event_log.Record) -> bool:
+    def advance(self, record: event_log.Record) -> bool:
         """True when nothing more is to be learnt."""
         match record:
             case event_log.Header(facts):

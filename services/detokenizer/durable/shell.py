@@ -60,7 +60,7 @@ class DurableShell:
         """Run the timer while a request has checkpoints."""
         if not self._timer and self._checkpoints.is_active:
             self._timer = True
-            asyncio.get_running_loop().call_later(CHECKPOINT_S, self._mailbox.guarded(self._turn))
+            asyncio.get_running_loop().call_later(CHECKPOINT_S, self._mailbox.guarded(self._write_due))
 
     @property
     def metrics(self) -> Metrics:
@@ -77,7 +77,7 @@ class DurableShell:
             self._core.frames += len(commands)
             self._run(commands)
 
-    def _turn(self) -> None:
+    def _write_due(self) -> None:
         self._timer = False
         bus = self._mailbox.bus
         if not self._core.reconnect.is_away and bus.backlog_bytes <= self._most_bytes:

@@ -376,7 +376,7 @@ def load_hf(
     def find(part: Part, layer: int) -> Stored:
         if part.name in _STACKED:
             return Dense.of(_Experts(tensors, names, part.name, layer), part.shape)
-        name, cut = names.of(part, layer)
+        name, cut = names.tensor_of(part, layer)
         return _within(tensors.stored(name), cut)
 
     partition = partition_of(shapes)
@@ -427,7 +427,7 @@ class _Names:
             for part in weight.parts if weight.name in self._family.tensors else ():
                 self._joined[part.name] = weight.name, Cut(0, begin, begin := begin + part.shape[0])
 
-    def of(self, part: Part, layer: int) -> tuple[str, Cut | None]:
+    def tensor_of(self, part: Part, layer: int) -> tuple[str, Cut | None]:
         """The tensor with a part, and its rows there; None: all."""
         if layer < 0:
             return _MODEL[part.name], None
@@ -452,7 +452,7 @@ class _Names:
                     names = self.expert(part.name, layer, expert)
                     found |= dict.fromkeys(names, (rows // len(names), width))
                 continue
-            name, cut = self.of(part, layer)
+            name, cut = self.tensor_of(part, layer)
             found[name] = part.shape if cut is None else (cut.end, *part.shape[1:])  # the last part ends it
         return found
 

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.cpu.linear import ROW_TILE
+from services.executor.engine import Drafts
 from services.executor.sampling.sampler import NO_TOKEN, STOP_IDS, SlotTokens, append_sampled, row_errors
 from shared.errors import EngineError
-from shared.messages import Ints, SlotOpen, StepPlan, ints
+from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
 
 _Column = NDArray[np.int64]
 MakeSequences = Callable[[_Column, _Column, _Column, _Column], Any]  # tables, firsts, starts, counts
@@ -85,8 +86,9 @@ class BatchBuilder:
         _, layers, two, block_tokens, *_ = cache.tensor.shape
         self._planes = np.arange(layers * two).reshape(layers, two, 1) * block_tokens
 
-    def build(self, plan: StepPlan) -> Batch:
-        """The batch of a plan, after Slots.apply_tables. Raises EngineError for a slot that is not open."""
+    def build(self, plan: StepPlan, drafts: Drafts | None = None) -> Batch:
+        """The batch of a plan, after Slots.apply_tables; its rows AT_DEVICE are these drafts. Raises
+        EngineError for a slot that is not open."""
         slots, starts, counts = map(_column, (plan.slots, plan.starts, plan.counts))
         in_order = self._deterministic or self._sequences is not None
         order, ranks = (np.arange(len(counts)), counts[:0]) if in_order else self._order(starts, counts)
@@ -107,7 +109,7 @@ class BatchBuilder:
             decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
         sampled = (first + counts - 1)[_column(plan.sample_rows)]
         return Batch(
-            ids=self._ids(plan, first, len(row) + padding),
+            ids=self._ids(plan, first, len(row) + padding, drafts),
             positions=self._on_device(_padded(positions, padding)),
             rows=self._rows(slots[row], positions, padding),
             decode=decode,
@@ -129,12 +131,14 @@ class BatchBuilder:
         by_rank = np.argsort(ranks, kind="stable")
         return np.concatenate((decode[by_rank], np.flatnonzero(counts != 1))), ranks[by_rank]
 
-    def _ids(self, plan: StepPlan, first: _Column, tokens: int) -> Tensor:
+    def _ids(self, plan: StepPlan, first: _Column, tokens: int, drafts: Drafts | None) -> Tensor:
         ids = np.zeros(tokens, dtype=np.int64)
-        fed = []
+        fed, foreseen = [], iter(drafts.ids if drafts is not None else ())
         for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             known = self._slots.tokens(slot)
-            if plan.from_device[i]:
+            if plan.from_device[i] == AT_DEVICE:
+                ids[first[i]] = next(foreseen)
+            elif plan.from_device[i]:
                 fed.append(i)
             elif start + count > len(known):
                 raise EngineError(

@@ -106,7 +106,7 @@ class _Pass:
         self._others.append(self.x.new_empty(len(self.x), width))
         return self._others[-1]
 
-    def take(self, values: StepValues) -> None:
+    def set_inputs(self, values: StepValues) -> None:
         """The inputs of another step of as many rows."""
         self.normed.copy_(values.x)
         self.residual.copy_(values.residual)
@@ -145,7 +145,7 @@ class _AtOnce:
                     del self._kept[next(iter(self._kept))]  # the oldest
                 self._kept[key] = found
         else:
-            found.take(values)
+            found.set_inputs(values)
         found.run(values)
 
 

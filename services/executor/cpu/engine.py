@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -38,9 +39,12 @@ from services.executor.engine import (
     WARM_ROWS,
     BackendInfo,
     Copier,
+    Drafts,
     HostSegmentTimer,
     Pending,
+    Speculation,
     StepOutput,
+    speculation_of,
     warm_up_steps,
 )
 from services.executor.kv_transfer.copiers import CudaCopier, HostCopier
@@ -50,10 +54,16 @@ from services.executor.parallel.coroutines import CommThread, ForwardPass, run_a
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.grammar import HostRows
-from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, record_choices
+from services.executor.sampling.sampler import (
+    NO_TOKEN,
+    Sampler,
+    append_sampled,
+    end_slots,
+    record_choices,
+)
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
-from shared.messages import Ints, SlotOpen, StepPlan, ints
+from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
 from shared.processes import CoreWaits, give_back_memory, importing, usable_cores, usable_threads
 
 TRIAL_STEPS = 4
@@ -101,6 +111,9 @@ class TorchBackend:
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
+        self._speculation = speculation_of(self._slots.tokens) if options.max_drafts else None
+        if self._speculation is not None:
+            self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
         self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
@@ -124,8 +137,12 @@ class TorchBackend:
         self._slots.open(opened)
         self._sampler.open(opened)
         self._host_rows.open(opened)
+        if self._speculation is not None:
+            self._speculation.open(opened)
 
     def close_slot(self, slot: int) -> None:
+        if self._speculation is not None:
+            self._speculation.close(slot)
         self._slots.close(slot)
         self._sampler.close(slot)
         self._host_rows.close(slot)
@@ -147,10 +164,15 @@ class TorchBackend:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
         if plan.two_stream and self._comm_thread is not None and (parts := split(plan)) is not None:
             return self._forward_micro_batches(plan, parts, self._comm_thread)
-        batch = self._batches.build(plan)
+        drafts = None
+        if self._speculation is not None and AT_DEVICE in plan.from_device:
+            plan, drafts = self._speculation.spread(plan, lambda slot: bool(self._slots.done[slot]))
+        batch = self._batches.build(plan, drafts)
         logits, hidden = self._model.forward(batch, self._cache.tensor)
         padding, forwarded = batch.padding, self._host_rows.forwarded()
-        return Pending(plan=plan, logits=logits, hidden=hidden, padding_rows=padding, forwarded=forwarded)
+        return Pending(
+            plan=plan, logits=logits, hidden=hidden, padding_rows=padding, forwarded=forwarded, drafts=drafts
+        )
 
     def _forward_micro_batches(self, plan: StepPlan, parts: MicroBatches, comm_thread: CommThread) -> Pending:
         batches = [self._batches.build(micro_batch) for micro_batch in (parts.first, parts.second)]
@@ -174,6 +196,8 @@ class TorchBackend:
             raise EngineError(f"step {plan.step} samples rows that its forward pass did not compute")
         positions = pending.positions
         with self._host_rows.overlapping(pending.forwarded):
+            if pending.drafts is not None and self._speculation is not None:
+                return self._sample_drafts(self._speculation, pending, pending.drafts, logits)
             chosen, host_us, failures = self._host_rows.choose(
                 self._sampler, logits, slots, positions, self._slots.tokens
             )
@@ -190,13 +214,77 @@ class TorchBackend:
             output = self._sampler.with_vectors(output, pending.hidden, slots)
             return self._sampler.with_logprobs(output, logits, chosen, slots)
 
-    def record_choices(self, pending: Pending, ids: Ints, done: Ints) -> None:
+    def _sample_drafts(
+        self, speculation: Speculation, pending: Pending, drafts: Drafts, logits: Tensor
+    ) -> StepOutput:
+        """Sample a step whose `pending.plan` has a row for each draft."""
+        slots, positions, host_us = list(pending.plan.sample_slots), pending.positions, 0
+        at_once: Tensor | None = None  # without work that needs the tokens before
+        if not (self._host_rows.has_work(slots) or self._sampler.has_penalties(slots)):
+            at_once = self._sampler.choose(logits, slots, positions)
+        kept, tokens = list[int](), list[int]()  # rows with a token
+
+        def choose(rows: list[int], first: bool) -> tuple[Ints, Ints, dict[int, str]]:
+            nonlocal host_us
+            its, places = [slots[row] for row in rows], [positions[row] for row in rows]
+            failures: dict[int, str] = {}
+            if at_once is not None:
+                chosen = at_once[rows]
+            else:
+                chosen, took_us, failures = self._host_rows.choose(
+                    self._sampler, logits[rows], its, places, self._slots.tokens
+                )
+                host_us += took_us
+            if first:
+                end_slots(self._slots.done, [its[at] for at in failures])
+            failures |= (
+                {} if first else {at: "later" for at, token in enumerate(chosen.tolist()) if token < 0}
+            )
+            sound = [at for at in range(len(rows)) if first or at not in failures]
+            ids, done = ints([NO_TOKEN]) * len(rows), ints([2]) * len(rows)
+            found, ended, flaws = self._slots.advance(
+                [its[at] for at in sound], chosen[sound], [places[at] for at in sound]
+            )
+            for at, token, end in zip(sound, found, ended, strict=True):
+                ids[at], done[at] = token, end
+                kept.append(rows[at])
+                tokens.append(token)
+            return ids, done, {sound[at]: why for at, why in flaws.items()} | failures
+
+        runs = speculation.choose(drafts, choose)
+        output = StepOutput(
+            ids=ints([token for run in runs.ids for token in run]),
+            done=runs.done,
+            padding_rows=pending.padding_rows,
+            host_us=host_us,
+            row_errors=tuple(runs.errors.items()),
+            counts=ints([len(run) for run in runs.ids]),
+            drafted=drafts.counts,
+        )
+        order = sorted(range(len(kept)), key=kept.__getitem__)
+        kept, tokens = [kept[at] for at in order], [tokens[at] for at in order]
+        return self._sampler.with_logprobs(
+            output, logits[kept], torch.tensor(tokens), [slots[row] for row in kept]
+        )
+
+    def record_choices(self, pending: Pending, ids: Ints, done: Ints, counts: Ints) -> None:
         """See services.executor.group.driver.RankBackend."""
         self._computed = pending.forwarded
-        if slots := list(pending.plan.sample_slots):
-            last, ended = torch.from_numpy(self._slots.last_token), torch.from_numpy(self._slots.done)
-            record_choices(last, ended, slots, ids, done)
-            append_sampled(map(self._slots.tokens, slots), ids, pending.positions)
+        slots, positions = list(pending.plan.sample_slots), pending.positions
+        if not slots:
+            return
+        of_rows, last_ids = slots, ids
+        if (
+            counts and pending.drafts is not None
+        ):  # a row for each draft, of which the first `counts` are kept
+            begins = [0, *accumulate(1 + drafts for drafts in pending.drafts.counts)]
+            kept = [begin + nth for begin, count in zip(begins, counts, strict=False) for nth in range(count)]
+            of_rows = [slots[begin] for begin in begins[:-1]]
+            last_ids = ints([ids[end - 1] for end in accumulate(counts)])
+            slots, positions = [slots[row] for row in kept], [positions[row] for row in kept]
+        last, ended = torch.from_numpy(self._slots.last_token), torch.from_numpy(self._slots.done)
+        record_choices(last, ended, of_rows, last_ids, done)
+        append_sampled(map(self._slots.tokens, slots), ids, positions)
 
     def reset(self) -> None:
         for slot in range(self.info.slots):

@@ -321,8 +321,8 @@ class CudaBackend:
             return self._sampling.sampler.with_logprobs(output, logits, answer[0].long(), slots)
 
     @torch.inference_mode()
-    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
-        """See services.executor.group.driver.RankBackend."""
+    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints, counts: Ints) -> None:
+        """See services.executor.group.driver.RankBackend. `counts` is empty: ranks have no drafts here."""
         self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
         if not self._stage.last:
             self._slots.record_sampled(slots, ids, done)

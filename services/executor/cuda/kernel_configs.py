@@ -59,7 +59,7 @@ class DeviceTuning:
     fixed: tuple[FixedTuning, ...] = _FIXED
     by_row: bool = False  # see row_by_row
 
-    def of(self, tokens: int) -> Layouts:
+    def layouts_of(self, tokens: int) -> Layouts:
         if self.fewest is not None and tokens <= self.fewest_rows:
             return self.fewest
         return self.few if tokens <= self.few_rows else self.many

@@ -151,7 +151,7 @@ class CudaModel:
         """`hidden` as a ForwardPass. `sums` are given for a micro-batch: it then uses no other collectives,
         and another micro-batch may compute meanwhile."""
         eps, layers = self._shapes.norm_eps, self._layers
-        layouts = self._tuning.of(len(step.positions))
+        layouts = self._tuning.layouts_of(len(step.positions))
         if step.decode is not None:
             plan_decode(self._works[layouts.decode], step.decode)
         chained = layouts.chained
@@ -192,7 +192,7 @@ class CudaModel:
         out = torch.empty_like(query)
         if step.decode is not None:
             rows = len(step.decode.lengths) * step.decode.queries
-            work = self._works[self._tuning.of(len(x)).decode]
+            work = self._works[self._tuning.layouts_of(len(x)).decode]
             attend_decode(query[:rows], self._kv, index, step.decode, work, out[:rows])
         if step.tiles is not None:
             attend_prefill(query, self._kv, index, step.tiles, self._tuning.prefill, out)
@@ -203,7 +203,7 @@ class CudaModel:
     def _mlp(self, layer: Mapping[str, Any], x: Any, adding: _ResidualAdd, *, chained: bool) -> Tensor:
         if "router" not in layer:
             gate_up, fp8 = layer["gate_up"], is_fp8(layer["down"])
-            wide = gated(self._product, self._tuning.of(len(x)), x, gate_up, chained=chained, fp8=fp8)
+            wide = gated(self._product, self._tuning.layouts_of(len(x)), x, gate_up, chained=chained, fp8=fp8)
             return self._product(wide, layer["down"], whole=adding.whole)
         shapes = self._shapes.experts
         assert shapes is not None, "a router comes with experts"
@@ -243,7 +243,9 @@ class _ResidualAdd:
         rows, row_bytes = len(residual), residual.shape[1] * residual.element_size()
         # Not for micro-batches: two passes must not use the buffers at once.
         buffers = ranks.symmetric if isinstance(ranks, DistributedRanks) and sums is None else None
-        self._buffers: MappedBuffers | None = buffers.of(rows, row_bytes) if buffers is not None else None
+        self._buffers: MappedBuffers | None = (
+            buffers.for_rows(rows, row_bytes) if buffers is not None else None
+        )
         self._sums: AllReduces = ranks if sums is None else sums
         self._residual, self._eps, self._chained = residual, eps, chained
         self.whole = ranks.size > 1 and self._buffers is None  # products must not return splits
@@ -319,7 +321,7 @@ def _tuned(tuning: DeviceTuning) -> Products:
         if isinstance(weight, Int4Weight):
             return int4.product(x, weight, bias)
         rows, fp8 = len(x), isinstance(weight, Fp8Rows)
-        layouts = tuning.of(rows)
+        layouts = tuning.layouts_of(rows)
         chosen = layouts.product(weight.shape[0], weight.shape[1], rows, fp8=fp8)
         split = chosen is not None and whole and chosen.splits > 1
         if fp8 and isinstance(x, Tensor):
@@ -353,11 +355,11 @@ class SharedLogits:
         self._memory = SymmetricMemory(rows * vocab * like.element_size(), like.device)
         self._rank, self._vocab, self._dtype = ranks.rank, vocab, like.dtype
         one = torch.Size([1])
-        addresses = [self._memory.of(rank, one, like.dtype).data_ptr() for rank in range(ranks.size)]
+        addresses = [self._memory.view(rank, one, like.dtype).data_ptr() for rank in range(ranks.size)]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=like.device)
 
     def gather(self, own: Tensor) -> Tensor:
         """Logits `[rows, vocab]` from every rank's `[rows, head_rows]`, without the padding at the end."""
         all_gather(own, self._addresses, self._rank, self._vocab)
         self._memory.barrier()
-        return self._memory.of(self._rank, torch.Size([len(own), self._vocab]), self._dtype)
+        return self._memory.view(self._rank, torch.Size([len(own), self._vocab]), self._dtype)

@@ -27,7 +27,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -37,7 +37,7 @@ from services.executor import engine
 from services.executor.checkpoint.loader import TorchOptions, device_of
 from services.executor.parallel.ranks import DRIVER, Ranks, join, rendezvous
 from shared.errors import EngineError, SetupError
-from shared.messages import GrammarFailed, GrammarReady, Ints, SlotOpen, StepPlan
+from shared.messages import GrammarFailed, GrammarReady, Ints, SlotOpen, StepPlan, ints
 from shared.processes import module_command, with_import_path
 
 END_TIMEOUT_S = 5.0
@@ -68,6 +68,7 @@ class SetSampled:
     step: int
     ids: Ints
     done: Ints
+    counts: Ints = field(default_factory=ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class LastError:
 class RankBackend(engine.Backend, Protocol):
     """An engine that can be one rank of several."""
 
-    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
+    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints, counts: Ints) -> None:
         """In place of `sample`: record the tokens that another rank has chosen, columns as in StepResult.
         Does not wait for the device."""
 
@@ -230,7 +231,7 @@ class GroupBackend:
         command: Command = DropStep(pending.plan.step)
         try:
             output = self._chosen(pending)
-            command = SetSampled(pending.plan.step, output.ids, output.done)
+            command = SetSampled(pending.plan.step, output.ids, output.done, output.counts)
         finally:
             self._workers.send(command)
         return output
@@ -242,8 +243,9 @@ class GroupBackend:
         assert found.step == pending.plan.step, "the last stage answers each step, in order"
         if found.output is None:
             raise EngineError(found.error)
-        self._own.record_choices(pending, found.output.ids, found.output.done)
-        return found.output
+        output = found.output
+        self._own.record_choices(pending, output.ids, output.done, output.counts)
+        return output
 
     def reset(self) -> None:
         self._workers.send(Control.RESET)

@@ -53,9 +53,9 @@ class Worker:
             case StepPlan():
                 self.stepped_s = time.monotonic()
                 self._forward(command)
-            case driver.SetSampled(step, ids, done):
+            case driver.SetSampled(step, ids, done, counts):
                 if self._sampler is None:  # the last stage chose them itself
-                    self._backend.record_choices(self._pending.pop(step), ids, done)
+                    self._backend.record_choices(self._pending.pop(step), ids, done, counts)
             case driver.DropStep(step=step):
                 self._pending.pop(step, None)
                 self.refused = 0 if step == self.refused else self.refused

@@ -146,7 +146,7 @@ class CopyWorker:
                 self._changed.wait_for(self._has_work)
                 wanted = NO_ARENA if self._closed else self._wanted
                 remap = wanted != self._mapping.of
-                job = None if remap or self._closed else self._take()
+                job = None if remap or self._closed else self._next_job()
             if remap:
                 if generation := self._mapping.change(*wanted):
                     self._callbacks.on_unmapped(generation)
@@ -171,7 +171,7 @@ class CopyWorker:
     def _ready(self) -> _Job | None:
         return next((job for job in self._queue if job.copy.after_step <= self._computed), None)
 
-    def _take(self) -> _Job | None:
+    def _next_job(self) -> _Job | None:
         job = self._running = self._ready()
         if job is not None:
             self._queue.remove(job)

@@ -71,7 +71,7 @@ class Memory(Protocol):
     rank: int
     size: int
 
-    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
+    def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
         """A rank's memory from byte `at` on. Raises RuntimeError beyond its end."""
 
     def barrier(self) -> None:
@@ -270,11 +270,11 @@ class MappedCopies:
         all_of = list(zip(outs, xs, at, strict=False))  # `at` has their end, too
         memory.barrier()
         for _, x, begin in all_of:
-            memory.of(self.rank, x.shape, x.dtype, begin).copy_(x)
+            memory.view(self.rank, x.shape, x.dtype, begin).copy_(x)
         memory.barrier()
         for peer in self._others():
             for out, x, begin in all_of:
-                out[peer].copy_(memory.of(peer, x.shape, x.dtype, begin))
+                out[peer].copy_(memory.view(peer, x.shape, x.dtype, begin))
         for out, x, _ in all_of:
             out[self.rank].copy_(x)
 
@@ -282,11 +282,11 @@ class MappedCopies:
         """Fill `out` with the sum, in the order of the ranks, of their `x[rank]`; `x` is `[size,
         *out.shape]`."""
         memory = self._memory
-        slots = memory.of(self.rank, x.shape, x.dtype)
+        slots = memory.view(self.rank, x.shape, x.dtype)
         memory.barrier()
         slots[self.rank].copy_(x[self.rank])
         for peer in self._others():
-            memory.of(peer, x.shape, x.dtype)[self.rank].copy_(x[peer])
+            memory.view(peer, x.shape, x.dtype)[self.rank].copy_(x[peer])
         memory.barrier()
         torch.sum(slots, 0, out=out)
 

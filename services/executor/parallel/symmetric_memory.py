@@ -55,7 +55,7 @@ class SymmetricMemory:
             self._shared.get_buffer(rank, (bytes_each,), torch.uint8) for rank in range(self.size)
         ]
 
-    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
+    def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
         return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def barrier(self) -> None:
@@ -73,7 +73,7 @@ class SymmetricBuffers:
         addresses = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=device)
         self._buffers = MappedBuffers(addresses, rank, size, _HALF_BYTES, ONE_HOP_BYTES)
 
-    def of(self, rows: int, row_bytes: int) -> MappedBuffers | None:
+    def for_rows(self, rows: int, row_bytes: int) -> MappedBuffers | None:
         """The buffers for a sum of so many rows; None if it is too large."""
         fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._buffers.has_room(rows, row_bytes)
         return self._buffers if fits else None

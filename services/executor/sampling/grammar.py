@@ -499,6 +499,10 @@ class HostRows:
         more_us, failed = self.write_masks(slots, tokens, masks)
         return processed, host_us + more_us, {**failures, **failed}
 
+    def has_work(self, slots: Sequence[int]) -> bool:
+        """Whether a slot of these has a processor or a grammar."""
+        return bool(self._pipelines.rows_of(slots) or self._grammars.rows_of(slots))
+
     def has_grammar(self, slots: Sequence[int]) -> bool:
         """Whether a slot of these has a grammar."""
         return bool(self._grammars.rows_of(slots))

@@ -217,7 +217,7 @@ def _run(pipeline: _Pipeline, row: HostRow) -> str:
                 stage.processor = _built(stage, pipeline.prompt)
             changed = stage.processor.process(generated, row.logits)
             if changed is not row.logits:
-                _take(row.logits, changed)
+                _copy_changed(row.logits, changed)
         except BaseException as error:  # noqa: BLE001 - the sys.exit of a plugin must not end the engine
             return _why(stage.name, error)
     return ""
@@ -238,7 +238,7 @@ def _built(stage: _Stage, prompt: Sequence[int]) -> LogitsProcessor:
     return stage.make(dict(stage.args), prompt)
 
 
-def _take(logits: Tensor, changed: Tensor) -> None:
+def _copy_changed(logits: Tensor, changed: Tensor) -> None:
     if getattr(changed, "shape", None) != logits.shape:
         shape = getattr(changed, "shape", type(changed).__name__)
         raise ValueError(f"it returned {shape!s:.40}, not a tensor of {tuple(logits.shape)}")

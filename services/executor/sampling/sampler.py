@@ -120,6 +120,10 @@ class Sampler:
         stages = self._asking((*_LOGITS, *self._left), [slot])
         return bool(stages) or slot in self._bias or slot in self._unending
 
+    def has_penalties(self, slots: list[int]) -> bool:
+        """Whether a slot of these has penalties, which change with each token."""
+        return bool(self._asking(_COUNTING, slots))
+
     def has_filters(self, slot: int) -> bool:
         """Whether a slot draws with a filter: top-k, top-p, min-p."""
         return bool(self._asking(_FILTERS, [slot]))

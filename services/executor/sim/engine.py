@@ -9,6 +9,7 @@ The setting `sim` has the times of steps and copies:
     step=5000,token=20          µs for each step, plus µs for each of its tokens
     h200-8b                     a preset of shared.step_model
     h200-8b,stages=2,host_row=30    a pipeline of two stages; 30 µs for each row with the processor Wait
+    step=5000,accept=70         rows may have drafts, of which 70 % are right
     step=5000,block=65536,d2h=5000,h2d=5000  bytes of a KV block; MB/s from the device and to it (0: no time)
 """
 
@@ -18,7 +19,8 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -29,7 +31,7 @@ from services.executor.sampling.logits_processors import HostRow, MakeProcessor,
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
-from shared.messages import ROW_REFUSED, WHOLE_VECTOR, Ints, SlotOpen, StepPlan, ints
+from shared.messages import AT_DEVICE, ROW_REFUSED, WHOLE_VECTOR, Ints, SlotOpen, StepPlan, ints
 from shared.step_model import PRESETS, StepModel, StepShape, shape_of
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ FIRST_TEXT_ID = 256  # most vocabularies have control tokens below
 _WORDS = 4
 SIGNATURE_BYTES = 8 * _WORDS  # the contents of a simulated block
 _FREE_PIECE_BYTES = 64 << 20  # copied in one call if copies take no time
-_KEYS = ("step", "token", "stages", "host_row", "block", "d2h", "h2d")
+_KEYS = ("step", "token", "stages", "host_row", "block", "d2h", "h2d", "accept")
+MOST_DRAFTS = 8
 _MOST_US = 60_000_000  # the most of any number in the setting
 
 
@@ -67,6 +70,7 @@ class _Slot:
     opened: SlotOpen
     stop_ids: frozenset[int]
     last: int
+    length: int
     max_length: int
     tokens: list[int]  # all so far in a slot with logits processors, else empty
     done: bool = False
@@ -107,6 +111,7 @@ class SimBackend:
             sleeps=True,
             hidden=HIDDEN,
             memory_bytes=o.blocks * block_bytes,
+            max_drafts=MOST_DRAFTS if self._timing.accept_pct else 0,
         )
 
     def warm_up(self) -> None:
@@ -115,7 +120,9 @@ class SimBackend:
     def open_slot(self, opened: SlotOpen) -> None:
         last, max_length = opened.tokens[-1], opened.max_length or self._options.max_context
         tokens = list(opened.tokens) if opened.processors else []
-        self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), last, max_length, tokens)
+        self._slots[opened.slot] = _Slot(
+            opened, frozenset(opened.stop_ids), last, len(opened.tokens), max_length, tokens
+        )
         self._host_rows.pipelines.open(opened)
         (self._grammars.add if opened.grammar else self._grammars.discard)(opened.slot)
 
@@ -126,6 +133,8 @@ class SimBackend:
 
     def forward(self, plan: StepPlan) -> Pending:
         now_s = time.monotonic()
+        if AT_DEVICE in plan.from_device:
+            plan = self._placed(plan)
         self._write(plan)
         left_s, due_s = self._pass_stages(now_s, self._timing.step_us(shape_of(plan)) / 1e6)
         if len(self._free_s) > 1 or self._host_rows.pipelines.rows_of(plan.sample_slots):
@@ -143,32 +152,54 @@ class SimBackend:
             failures |= {row: _NO_GRAMMARS for row, slot in enumerate(slots) if slot in self._grammars}
         for row in failures:
             self._slots[slots[row]].done = True
-        ids, done = self._choose(pending.plan)
+        ids, done, counts, drafted = self._choose(pending.plan)
+        ends = [*accumulate(counts)]
         for row in hosted:
-            self._slots[slots[row]].tokens.append(ids[row])
+            self._slots[slots[row]].tokens.extend(ids[ends[row] - counts[row] : ends[row]])
         opened = [(row, self._slots[slot].opened) for row, slot in enumerate(slots)]
         vectors = tuple((row, _vector(each)) for row, each in opened if each.pooling)
         _sleep_until(pending.due_s)
-        return StepOutput(
+        output = StepOutput(
             ids=ids, done=done, host_us=host_us, row_errors=tuple(failures.items()), vectors=vectors
         )
+        return replace(output, counts=counts, drafted=drafted) if any(drafted) else output
 
-    def _choose(self, plan: StepPlan) -> tuple[Ints, Ints]:
-        """The columns `ids` and `done` of a step."""
-        ids, done = ints(), ints()
+    def _choose(self, plan: StepPlan) -> tuple[Ints, Ints, Ints, Ints]:
+        """The columns `ids`, `done`, `counts` and `drafted` of a step."""
+        ids, done, counts, drafted = ints(), ints(), ints(), ints()
         for row, slot in zip(plan.sample_rows, plan.sample_slots, strict=True):
-            state = self._slots[slot]
-            position = plan.starts[row] + plan.counts[row]
+            state, before = self._slots[slot], len(ids)
+            drafts = plan.counts[row] - 1 if plan.from_device[row] == AT_DEVICE and not state.done else 0
+            position = plan.starts[row] + plan.counts[row] - drafts
+            done.append(2 if state.done else 0)
             if state.done:
                 ids.append(-1)
-                done.append(2)
-                continue
-            state.last = token = self._next(state.opened.seed, position, state.last)
-            early = position < state.opened.prompt_tokens + state.opened.min_tokens
-            state.done = (token in state.stop_ids and not early) or position + 1 >= state.max_length
-            ids.append(token)
-            done.append(1 if state.done else 0)
-        return ids, done
+            while not state.done:
+                right = len(ids) - before < drafts and self._is_right(state, position)
+                state.last = token = self._next(state.opened.seed, position, state.last)
+                early = position < state.opened.prompt_tokens + state.opened.min_tokens
+                position += 1
+                state.done = (token in state.stop_ids and not early) or position >= state.max_length
+                state.length = position
+                ids.append(token)
+                done[-1] = 1 if state.done else 0
+                if not right:
+                    break
+            counts.append(len(ids) - before)
+            drafted.append(drafts)
+        return ids, done, counts, drafted
+
+    def _is_right(self, state: _Slot, position: int) -> bool:
+        """Whether the draft of a position is the token there."""
+        return self._next(~state.opened.seed & _MASK, position, state.last) % 100 < self._timing.accept_pct
+
+    def _placed(self, plan: StepPlan) -> StepPlan:
+        """The plan with the places of its slots."""
+        starts = plan.starts[:]
+        for row, fed in enumerate(plan.from_device):
+            if fed == AT_DEVICE:
+                starts[row] = self._slots[plan.slots[row]].length - 1
+        return replace(plan, starts=starts)
 
     def reset(self) -> None:
         for slot in list(self._slots):
@@ -253,6 +284,7 @@ class SimTiming:
     token_us: int = 0
     stages: int = 1
     host_row_us: int = 0
+    accept_pct: int = 0  # of drafts that are right; 0: rows have none
     copies: SimCopies = field(default_factory=SimCopies)
 
     def step_us(self, shape: StepShape) -> int:
@@ -282,7 +314,9 @@ def sim_timing(setting: str) -> SimTiming:
         raise SetupError(f"sim: stages={stages} is not from 1 to {MAX_STAGES}")
     host_row_us = numbers.get("host_row", model.host_row_ns // 1_000)
     copies = _copies(numbers, PRESET_COPIES[names[0]] if names else SimCopies())
-    return SimTiming(model, numbers.get("token", 0), stages, host_row_us, copies)
+    if (accept_pct := numbers.get("accept", 0)) > 100:
+        raise SetupError(f"sim: accept={accept_pct} is over 100: give a share of drafts in percent")
+    return SimTiming(model, numbers.get("token", 0), stages, host_row_us, accept_pct, copies)
 
 
 def _copies(numbers: dict[str, int], usual: SimCopies) -> SimCopies:

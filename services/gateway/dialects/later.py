@@ -105,7 +105,7 @@ class LastId:
     attempt: int = 0
     numbers: tuple[int, ...] = ()
 
-    def of(self, choice: int) -> int:
+    def number_of(self, choice: int) -> int:
         """The number of a choice, -1 for none."""
         return self.numbers[choice] if choice < len(self.numbers) else -1
 
@@ -150,7 +150,7 @@ class NumberedChunks(Chunks):
         self._attempt = attempt
         textless = max(self._last.numbers, default=-1) <= self._opening
         if first and (self._last.attempt == attempt or textless):
-            self._after = [self._last.of(choice) for choice in range(len(self._after))]
+            self._after = [self._last.number_of(choice) for choice in range(len(self._after))]
 
     def _numbered(self, chunk: Body) -> Iterator[str]:
         choice = chunk["choices"][0]["index"] if chunk["choices"] else 0

@@ -172,7 +172,7 @@ def read(fields: Body, kind: RequestType) -> Body:
             body["reasoning_effort"] = _EFFORTS.get(asked.think, asked.think)
     if isinstance(asked, OllamaChatRequest):
         tools = {"tools": fields["tools"]} if asked.tools else {}
-        return {**body, **tools, "messages": [_turn(each) for each in asked.messages]}
+        return {**body, **tools, "messages": [_native_message(each) for each in asked.messages]}
     if asked.raw:
         return {**body, "prompt": asked.prompt}
     system = [{"role": "system", "content": asked.system}] if asked.system else []
@@ -189,7 +189,7 @@ def ignored(fields: Body, kind: type[BaseModel]) -> list[str]:
     return names
 
 
-def _turn(message: OllamaMessage) -> Body:
+def _native_message(message: OllamaMessage) -> Body:
     turn: Body = {"role": message.role, "content": message.content, **(message.model_extra or {})}
     return {**turn, "reasoning_content": message.thinking} if message.thinking else turn
 

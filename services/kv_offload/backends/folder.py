@@ -206,11 +206,13 @@ class Folder:
         with self._turn:
             if self._upkeep is None:
                 ended = threading.Event()
-                thread = threading.Thread(target=self._keep, args=(ended,), name="l2-folder", daemon=True)
+                thread = threading.Thread(
+                    target=self._watch_disk, args=(ended,), name="l2-folder", daemon=True
+                )
                 self._upkeep = thread, ended
                 thread.start()
 
-    def _keep(self, ended: threading.Event) -> None:
+    def _watch_disk(self, ended: threading.Event) -> None:
         while True:
             asked = self._wake.wait(DISK_POLL_S)
             if ended.is_set():

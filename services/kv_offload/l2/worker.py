@@ -77,7 +77,7 @@ class _Worker:
         while (job := self.jobs.get()) is not None:
             problem: BaseException | None = None
             try:
-                job.run(partial(self._connected, isinstance(job.command, events.L2Probe)), self._take)
+                job.run(partial(self._connected, isinstance(job.command, events.L2Probe)), self._scratch_of)
             except Exception as error:  # noqa: BLE001 - raised on the loop: the actor fails
                 problem = error
             self._pool.finish(self, job, problem)
@@ -93,7 +93,7 @@ class _Worker:
             self.generation = self._pool.generation
         return self._remote
 
-    def _take(self, size_bytes: int) -> memoryview:
+    def _scratch_of(self, size_bytes: int) -> memoryview:
         """Scratch memory. Used again by each job, since the job before has ended."""
         if len(self._scratch) < size_bytes:
             self._scratch = bytearray(size_bytes)

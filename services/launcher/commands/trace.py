@@ -401,7 +401,7 @@ def _two_streams(split: list[Body], middle_us: int) -> Body | None:
         Segment(SEGMENT_LANES[lane], SEGMENT_LANES[lane], step["step"], from_us, from_us + took_us)
         for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     ]
-    compute, comm = _of(segments, *SEGMENT_LANES[:2]), _of(segments, *SEGMENT_LANES[2:])
+    compute, comm = _of_kinds(segments, *SEGMENT_LANES[:2]), _of_kinds(segments, *SEGMENT_LANES[2:])
     return {
         "step": step["step"],
         "tokens": step["tokens"],
@@ -465,8 +465,8 @@ def _mark(row: list[str], segment: Body, took_us: int) -> None:
 
 def _hidden(segments: list[Segment]) -> dict[str, int]:
     """The time of the device, the host and the transport, and how much of it the device's work hides."""
-    device = _of(segments, "forward", "sample")
-    host, transport = _of(segments, "host A", "host B"), _of(segments, "plan", "result")
+    device = _of_kinds(segments, "forward", "sample")
+    host, transport = _of_kinds(segments, "host A", "host B"), _of_kinds(segments, "plan", "result")
     return {
         "device_busy_us": covered_us(device),
         "host_us": covered_us(host),
@@ -476,7 +476,7 @@ def _hidden(segments: list[Segment]) -> dict[str, int]:
     }
 
 
-def _of(segments: list[Segment], *kinds: str) -> list[Interval]:
+def _of_kinds(segments: list[Segment], *kinds: str) -> list[Interval]:
     return [(segment.start_us, segment.end_us) for segment in segments if segment.kind in kinds]
 
 

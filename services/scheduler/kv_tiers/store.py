@@ -223,9 +223,7 @@ def _is_recompute_faster(executor: Executor, blocks: int, computed: int) -> bool
 
 
 def _next_victim(state: State, executor: Executor) -> Sequence | None:
-    candidates = [
-        s for s in executor.running if not s.turn.pinned and s.parent is None and not s.copies.load_job
-    ]
+    candidates = list(filter(preemption.is_preemptible, executor.running))
     return preemption.in_order(state, executor, candidates)[0] if len(candidates) > 1 else None
 
 

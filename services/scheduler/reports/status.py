@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 from services.scheduler import load_shedding
-from services.scheduler.fleet import sleep
+from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.counters import StepRecord, TenantUsage
@@ -83,6 +83,9 @@ def counted(state: State) -> Counted:
         Count.RECOMPUTED: counters.recomputed_tokens,
         Count.GENERATED: counters.generated_tokens,
         Count.WASTED_ROWS: counters.wasted_rows,
+        Count.DRAFTS: counters.drafts,
+        Count.DRAFT_TOKENS: counters.draft_tokens,
+        Count.ACCEPTED_TOKENS: counters.accepted_tokens,
         Count.PREEMPTIONS: counters.preemptions,
         Count.MOVES: counters.moves,
         Count.ROLE_CHANGES: counters.role_changes,
@@ -217,6 +220,11 @@ def measured(state: State, counts: dict[str, Any]) -> dict[str, dict[str, object
             **counts["tokens"],
             "prefix_hit_pct": counters.prefix_hit_pm / 10,
             "recompute_overhead_pct": counters.recompute_overhead_pm / 10,
+        },
+        "drafts": {
+            **counts["drafts"],
+            "accepted_pct": round(100 * counters.accepted_tokens / max(counters.draft_tokens, 1), 1),
+            "tokens_a_row": round(1 + counters.accepted_tokens / max(counters.drafts, 1), 2),
         },
         "tiers": counts["tiers"],
     }

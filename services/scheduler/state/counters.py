@@ -95,6 +95,9 @@ class Counters:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     wasted_rows: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     moves: int = 0
     role_changes: int = 0

@@ -127,7 +127,7 @@ class TierCopies:
 
     load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
     loads_until: int = 0  # tokens that it has after the loads that follow that one, 0: none follow
-    stored: int = 0  # entries of its table whose copy down was started while it runs: see ../fleet/moves.py
+    stored: int = 0  # entries of its table whose copy down was started while it runs: see moves.py
     store_job: int = 0  # the last job of these copies
 
 
@@ -161,6 +161,35 @@ def add_scores(
     to.top_logprobs.extend(result.top_logprobs[top])
 
 
+UNKNOWN_PM = 500  # of drafts that nothing is known of
+FAST, SLOW = 8, 64  # steps over which a share is learned: of a sequence, of an executor
+
+
+@dataclass(slots=True)
+class Drafting:
+    """The drafts of a sequence: tokens that its executor foresees, and computes beside its next token.
+
+    `Sequence.computed` counts a draft as computed when its step is planned, and no longer once the result
+    has refused it. So it is an upper bound of the slot's length, by at most `in_flight`."""
+
+    in_flight: int = 0  # drafts of its steps without a result
+    count: int = -1  # that its next row may have; -1: not chosen yet
+    found_pm: int = UNKNOWN_PM  # of its rows that might have drafts, those that had
+    kept_pm: int = UNKNOWN_PM  # of its drafts after kept ones, those that were kept
+    tried_step: int = 0  # when a draft of it was last refused, see ../speculation.py
+    accepted: int = 0  # drafts that became tokens
+    rejected: int = 0
+
+    def learn(self, drafted: int, kept: int, *, refused: bool) -> None:
+        """`kept` of the `drafted` drafts of a row became tokens. `refused`: the one after them did not."""
+        self.found_pm += ((1_000 if drafted else 0) - self.found_pm) // FAST
+        for _ in range(kept):
+            self.kept_pm += (1_000 - self.kept_pm) // FAST
+        self.kept_pm -= self.kept_pm // FAST if refused else 0
+        self.accepted += kept
+        self.rejected += drafted - kept
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepFields:
     """The fields of a sequence that its decodes use. In a class of their own they lie side by side in memory:
@@ -177,6 +206,7 @@ class StepFields:
     table_capacity: int = 0  # tokens that fit into the entries of the table that the executor has
     opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
     computed: int = 0
+    drafting: Drafting = field(default_factory=Drafting)
     first_token_us: int = 0
     last_token_us: int = 0
 
@@ -258,8 +288,8 @@ class Sequence(StepFields):
 
     @property
     def planned_length(self) -> int:
-        """Its length after every step in flight: a decode samples a token, and so does the end of a
-        prompt."""
+        """Its length after every step in flight, if all drafts are kept: a decode samples a token, and so
+        does the end of a prompt."""
         return self.opened_length if self.computed < self.opened_length else self.computed + 1
 
     @property
@@ -293,6 +323,7 @@ class Sequence(StepFields):
         self.opened_length = self.computed = self.adopted = 0
         self.copies, self.debt = TierCopies(), RecomputeDebt()
         self.compiles_grammar = False
+        self.drafting.in_flight, self.drafting.count = 0, -1
 
     def record_decision(self, now_us: int, what: str, why: str, **numbers: int) -> None:
         """Record a decision for the request's trace."""
@@ -365,6 +396,8 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> messag
         executor=sequence.last_executor,
         chunks=chunks_of(sequence, now_us),
         vector=sequence.vector,
+        accepted_drafts=sequence.drafting.accepted if sequence.request.tokenized.prediction else -1,
+        rejected_drafts=sequence.drafting.rejected,
     )
 
 

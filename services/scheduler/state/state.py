@@ -23,7 +23,7 @@ from services.scheduler.state.requests import (
 )
 from services.scheduler.state.transfers import Tiers, TransferLink
 from services.scheduler.state.waiting_queue import Quotas, WaitingQueue
-from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
+from shared.messages import AT_DEVICE, ExecHello, Message, Rejected, StepPlan, StepResult
 from shared.step_model import StepShape
 
 MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
@@ -33,6 +33,7 @@ MAX_MOVED = 100_000  # sequences of lost detokenizers
 # what decides which requests an executor can ever serve
 CAPACITY = attrgetter("vocab", "max_stop_ids", "slots", "blocks", "block_tokens", "max_context")
 
+AUTO = -1  # of `Limits.speculate`
 PREFILL, DECODE = "prefill", "decode"  # roles of executors
 
 Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and the placement then
@@ -50,6 +51,7 @@ class Limits:
     window: int = 2  # most steps in flight per executor
     overlap: str = "auto"  # auto, single, run_ahead, two_batch: see ../overlap.py
     comm: str = "auto"  # auto, off, two_stream: see ../step_planner.py
+    speculate: int = AUTO  # drafts of each row; AUTO: by their price, see ../speculation.py
     step_tokens: int = 1024  # most tokens of one step: decode rows and prompt chunks together
     max_waiting: int = 1024  # requests
     max_waiting_tokens: int = 1_048_576
@@ -63,7 +65,7 @@ class Limits:
     # another one may have to send the end to the client.
     ended_within_us: int = 5_000_000
     move_after_us: int = (
-        3_000_000  # from then on the sequences of a draining executor move: ../fleet/moves.py
+        3_000_000  # from then on the sequences of a draining executor move: ../executors/moves.py
     )
 
     def strictest(self, running_by_class: list[int]) -> tuple[int, int]:
@@ -81,10 +83,17 @@ class InFlight:
     rows: list[Row]
     planned_us: int
     plan: StepPlan
-    shape: StepShape
+    shape: StepShape  # without drafts
     predicted_us: int = 0  # 0: not predicted
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
     lead_us: int = 0  # before the predicted end of the step that ran: see overlap.py
+    drafts: int = 0  # that its rows may have
+
+    def drafts_of(self, row: int) -> int:
+        """How many drafts a row of `rows` may have."""
+        forward = self.plan.sample_rows[row]
+        at_device = self.plan.from_device[forward] == AT_DEVICE
+        return self.plan.counts[forward] - 1 if at_device else 0
 
 
 @dataclass(slots=True)
@@ -137,8 +146,22 @@ class ModelExecutors:
 
 
 @dataclass(slots=True)
+class DraftPace:
+    """How drafts of an executor went lately: what a new sequence begins with."""
+
+    found_pm: int = requests.UNKNOWN_PM  # as of Drafting
+    kept_pm: int = requests.UNKNOWN_PM
+    chosen_step: int = 0  # when the drafts of its rows were last chosen
+
+    def learn(self, drafting: requests.Drafting) -> None:
+        """A row of this sequence had a result."""
+        self.found_pm += (drafting.found_pm - self.found_pm) // requests.SLOW
+        self.kept_pm += (drafting.kept_pm - self.kept_pm) // requests.SLOW
+
+
+@dataclass(slots=True)
 class PromptShare:
-    """The prompts of an executor, for the roles: see ../fleet/roles.py, whose review empties the sums."""
+    """The prompts of an executor, for the roles: see ../executors/roles.py, whose review empties the sums."""
 
     limit: int = 0  # with the role DECODE: longer prompts start elsewhere
     tokens: int = 0  # of prompts, computed since the last review
@@ -192,7 +215,7 @@ class Executor:
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
     drains_since_us: int = 0
-    role: str = ""  # PREFILL, DECODE, or empty: both. See ../fleet/roles.py
+    role: str = ""  # PREFILL, DECODE, or empty: both. See ../executors/roles.py
     sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
     prompts: PromptShare = field(default_factory=PromptShare)
     late_plan: LatePlan = field(default_factory=LatePlan)
@@ -213,12 +236,19 @@ class Executor:
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)
+    drafting: DraftPace = field(default_factory=DraftPace)
     awaited_blocks: int = 0  # kept free until a sequence starts here: one found no room, see ../admission.py
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see is_worth_waiting
     source: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.source = f"executor.{self.hello.executor}"
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether its steps are recorded: they compute the rows of a slot together, and take as long with
+        any drafts. Else each draft that is found takes as long as a row."""
+        return self.hello.max_draft_rows > 0
 
     def add(self, sequence: Sequence) -> None:
         """Run a sequence here, in the micro-batch with fewer rows or in its parent's."""
@@ -307,7 +337,7 @@ class ModelKind:
 
 @dataclass(slots=True)
 class Roles:
-    """How many executors of a model only prefill, and what that was chosen by: see ../fleet/roles.py."""
+    """How many executors of a model only prefill, and what that was chosen by: see ../executors/roles.py."""
 
     since_us: int  # of the last review
     prefills: int = 0
@@ -356,9 +386,9 @@ class State:
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     roles: dict[str, Roles] = field(default_factory=dict)  # by model
     roles_due_us: int = 0  # the next review
-    some_leave: bool = False  # an executor drains or only prefills: ../fleet/moves.py sets it back
+    some_leave: bool = False  # an executor drains or only prefills: ../executors/moves.py sets it back
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
-    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../fleet/sleep.py
+    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../executors/sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     draining_detokenizers: set[str] = field(default_factory=set)
@@ -397,6 +427,10 @@ class State:
             if not served.executors:
                 del self.by_model[executor.hello.model]
         return executor
+
+    def begin_drain(self, executor: Executor) -> None:
+        """An executor finishes what it has, and gets nothing new."""
+        executor.draining, executor.drains_since_us, self.some_leave = True, self.now_us, True
 
     def watch(self, at_us: int, seq: int) -> None:
         """Look at a sequence at `at_us`."""

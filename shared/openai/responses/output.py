@@ -269,6 +269,8 @@ def _usage(usage: Body) -> Body:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
+        "output_tokens_details": {
+            "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        },
         "total_tokens": usage["total_tokens"],
     }

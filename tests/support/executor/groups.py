@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.default_model import greedy_cases
 from support.executor.engine_pair import KIND, PROMPT
-from support.executor.plan_maker import GREEDY, PlanMaker, Row
+from support.executor.plan_maker import GREEDY, Drafted, PlanMaker, Row
 from support.shm import segment
 
 from services.executor.checkpoint.loader import TorchOptions
@@ -33,6 +33,7 @@ WITHIN_S = 60.0
 
 def options(folder: Path, **more: Any) -> TorchOptions:
     usual = {"dtype": "f32", "device": "cpu", "blocks": 80, "slots": 8, "threads": 1, "deterministic": True}
+    usual["max_drafts"] = 8
     return TorchOptions(model_path=folder, model_name=KIND, **{**usual, **more})
 
 
@@ -60,6 +61,33 @@ def life(maker: PlanMaker) -> list[list[int]]:
         rows = [Row(s, count + turn, 1, fed[s], (s,)) for s, count in lengths.items()]
         found.append(maker.run(rows))
     return [list(column) for output in found for column in (output.ids, output.done)]
+
+
+def drafts_change_no_token(group: GroupBackend) -> None:
+    """With drafts, most of which are right, a group's ids are those without; penalties and a processor are
+    chosen place after place."""
+    shift = {"processors": ('{"name": "shift", "args": {"by": 7}}',)}
+    cases: list[tuple[Sampling, dict[str, Any]]] = [(HOT, {}), (GREEDY, {}), (PENALISED, {}), (HOT, shift)]
+
+    def generated(most: int, predictions: dict[int, list[int]]) -> Drafted:
+        group.reset()
+        maker = PlanMaker(group)
+        for slot, (sampling, more) in enumerate(cases):
+            prediction = ints(predictions.get(slot, ()))
+            end = len(PROMPT) + 20
+            maker.open(slot, PROMPT, sampling, seed=slot, max_length=end, prediction=prediction, **more)
+        first = maker.prefill(dict.fromkeys(range(len(cases)), len(PROMPT)))
+        found = maker.decode_with_drafts(dict.fromkeys(range(len(cases)), len(PROMPT) + 1), 19, most)
+        for slot, ids in found.ids.items():
+            ids.insert(0, first.ids[slot])
+        return found
+
+    plain = generated(0, {})
+    wrong = {s: [1 if at % 6 == 5 else token for at, token in enumerate(ids)] for s, ids in plain.ids.items()}
+    found = generated(5, wrong)
+    assert found.ids == plain.ids
+    assert min(found.kept.values()) > 0
+    assert found.steps < plain.steps
 
 
 def go_down_and_come_back(group: GroupBackend) -> None:

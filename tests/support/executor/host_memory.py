@@ -36,7 +36,7 @@ class HostMemory:
         if self.rank == 0:
             os.rmdir(str(where[0]))
 
-    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
+    def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
         return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def barrier(self) -> None:

@@ -11,11 +11,13 @@ and came back. The fences of copies are asserted in tests/support/scheduler/tier
 from __future__ import annotations
 
 import hashlib
+import random
 from dataclasses import dataclass, field
 
 from support.scheduler.fake_tier import WRONG, Arena
 
 from shared.messages import (
+    AT_DEVICE,
     ExecHello,
     KvCopied,
     KvCopy,
@@ -59,7 +61,7 @@ def expected_tokens(prompt: list[int], seed: int, max_tokens: int, stops: bool) 
 class _Slot:
     opened: SlotOpen
     table: list[int] = field(default_factory=list)
-    last: int = -1
+    tokens: list[int] = field(default_factory=list)
     done: bool = False
 
 
@@ -72,13 +74,16 @@ class PagedEngine:
         self.slots: dict[int, _Slot] = {}
         self.step = 0
         self.fails = False  # the next step: it leaves garbage in every block that it was to write
+        self.failed = False  # a step has: steps planned before its result have wrong places
         self.copy_fails = False  # the next copy: it stops half way
         self.copy_us = 1  # of a block
         self.arena: Arena | None = None
+        self.dice = random.Random(7)
+        self.drafted = self.accepted = 0
 
     def open(self, opened: SlotOpen) -> None:
         assert opened.slot not in self.slots, "a slot is opened while it is open"
-        self.slots[opened.slot] = _Slot(opened)
+        self.slots[opened.slot] = _Slot(opened, tokens=list(opened.tokens))
 
     def close(self, closed: SlotClose) -> None:
         assert closed.last_step <= self.step, "a slot is closed before its last step has run"
@@ -95,15 +100,33 @@ class PagedEngine:
         prefixes = [self._forward(plan, row) for row in range(len(plan.slots))]
         tokens = sum(plan.counts)
         assert tokens <= self.hello.max_step_tokens
-        ids, done, vectors = ints(), ints(), []
+        ids, done, vectors, counts, drafted = ints(), ints(), [], ints(), ints()
         for row, slot_id in zip(plan.sample_rows, plan.sample_slots, strict=True):
-            if self.slots[slot_id].opened.pooling:
-                vectors.append((len(ids), vector_of(prefixes[row])))
-            token, state = self._sample(self.slots[slot_id], prefixes[row])
-            ids.append(token)
+            slot, before = self.slots[slot_id], len(ids)
+            if slot.opened.pooling:
+                vectors.append((len(done), vector_of(prefixes[row][0])))
+            for prefix in prefixes[row]:  # the last known token, then each draft, up to the first wrong one
+                if len(ids) > before and slot.tokens != prefix:
+                    break
+                token, state = self._sample(slot, prefix)
+                ids.append(token)
+                if state:
+                    break
             done.append(state)
+            counts.append(len(ids) - before)
+            drafted.append(len(prefixes[row]) - 1)
+        self.drafted += sum(drafted)
+        self.accepted += len(ids) - len(done)
+        if AT_DEVICE not in plan.from_device:
+            counts, drafted = ints(), ints()
         return StepResult(
-            exec_epoch=plan.exec_epoch, step=plan.step, ids=ids, done=done, vectors=tuple(vectors)
+            exec_epoch=plan.exec_epoch,
+            step=plan.step,
+            ids=ids,
+            done=done,
+            vectors=tuple(vectors),
+            counts=counts,
+            drafted=drafted,
         )
 
     def copy(self, copy: KvCopy) -> KvCopied:
@@ -124,7 +147,8 @@ class PagedEngine:
         return KvCopied(job=copy.job, status=status, bytes=size, took_us=count * self.copy_us)
 
     def _fail(self, plan: StepPlan) -> StepResult:
-        self.fails, size, rows = False, self.hello.block_tokens, len(plan.sample_rows)
+        self.fails, self.failed = False, True
+        size, rows = self.hello.block_tokens, len(plan.sample_rows)
         written = list(plan.copy_to)
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             written += self.slots[slot].table[start // size : (start + count - 1) // size + 1]
@@ -142,26 +166,46 @@ class PagedEngine:
             table.extend(plan.table_blocks[at : at + count])
             at += count
 
-    def _forward(self, plan: StepPlan, row: int) -> list[int]:
+    def _forward(self, plan: StepPlan, row: int) -> list[list[int]]:
+        """The prefixes after which this row samples: one, and one more for each draft."""
         slot = self.slots[plan.slots[row]]
         start, count = plan.starts[row], plan.counts[row]
         if slot.done:
-            return []
-        if plan.from_device[row]:
+            return [[]]
+        if plan.from_device[row] == AT_DEVICE:
+            start, most = len(slot.tokens) - 1, start
+            assert most >= start, "the slot is longer than the plan allows"
+            assert most + count < slot.opened.max_length, "a draft beyond the sequence's end"
+            new = [slot.tokens[-1], *self._drafts(slot, count - 1)]
+            count = len(new)
+        elif plan.from_device[row]:
             assert count == 1
-            new = [slot.last]
+            assert self.failed or start == len(slot.tokens) - 1, "the place of a decode is not its slot's"
+            new = [slot.tokens[-1]]
         else:
             new = list(slot.opened.tokens[start : start + count])
             assert len(new) == count, "a host-fed row reaches beyond the host's tokens"
         size = self.hello.block_tokens
         for offset, token in enumerate(new):
             self.blocks[slot.table[(start + offset) // size]][(start + offset) % size] = token
-        return [self.blocks[slot.table[i // size]][i % size] for i in range(start + count)]
+        whole = [self.blocks[slot.table[i // size]][i % size] for i in range(start + count)]
+        drafts = count - 1 if plan.from_device[row] == AT_DEVICE else 0
+        return [whole[: start + count - drafts + nth] for nth in range(drafts + 1)]
+
+    def _drafts(self, slot: _Slot, most: int) -> list[int]:
+        """Up to `most` tokens that may follow: right ones, and at any place a wrong one."""
+        known = list(slot.tokens)
+        for _ in range(self.dice.randint(0, most)):
+            right = self.dice.random() < 0.7
+            token = next_token(known, slot.opened.seed, STOP_ID in slot.opened.stop_ids)
+            known.append(token if right else self.dice.randrange(VOCAB))
+        return known[len(slot.tokens) :]
 
     def _sample(self, slot: _Slot, prefix: list[int]) -> tuple[int, int]:
         if slot.done:
             return -1, 2
         stops = STOP_ID in slot.opened.stop_ids
-        slot.last = next_token(prefix, slot.opened.seed, stops)
-        slot.done = (stops and slot.last == STOP_ID) or len(prefix) + 1 >= slot.opened.max_length
-        return slot.last, int(slot.done)
+        token = next_token(prefix, slot.opened.seed, stops)
+        slot.tokens.append(token)
+        slot.done = (stops and token == STOP_ID) or len(prefix) + 1 >= slot.opened.max_length
+        return token, int(slot.done)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.executor.engine import Backend, StepOutput
 from shared.kv_blocks import blocks_for
-from shared.messages import Sampling, SlotOpen, StepPlan, ints
+from shared.messages import AT_DEVICE, Sampling, SlotOpen, StepPlan, ints
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -21,6 +21,17 @@ class Row:
     count: int
     from_device: bool = False
     feeds: tuple[int, ...] = ()
+
+
+@dataclass
+class Drafted:
+    """The ids of each slot in steps with drafts, their log probabilities, and how the drafts went."""
+
+    ids: dict[int, list[int]]
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+    refused: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
 
 
 @dataclass
@@ -98,6 +109,31 @@ class PlanMaker:
             for slot, token in zip(lengths, self.run(rows).ids, strict=True):
                 out[slot].append(token)
         return out
+
+    def decode_with_drafts(self, lengths: dict[int, int], tokens: int, most: int) -> Drafted:
+        """Steps with up to `most` drafts a row until each slot has `tokens` more tokens, or has ended."""
+        found, at = Drafted({slot: [] for slot in lengths}), dict(lengths)
+        ends = {slot: length + tokens for slot, length in lengths.items()}
+        while at:
+            rows = [
+                Row(s, length - 1, min(1 + most, ends[s] - length), True, (s,)) for s, length in at.items()
+            ]
+            plan = self.plan(rows)
+            plan = replace(plan, from_device=ints([AT_DEVICE] * len(rows)))
+            output, first = self.backend.sample(self.backend.forward(plan)), 0
+            counts = output.counts or ints([1]) * len(rows)
+            drafted = output.drafted or ints([0]) * len(rows)
+            for row, slot in enumerate(list(at)):
+                run = slice(first, first + counts[row])
+                found.ids[slot] += output.ids[run]
+                found.logprobs.setdefault(slot, []).extend(output.logprobs[run])
+                found.kept[slot] = found.kept.get(slot, 0) + counts[row] - 1
+                found.refused[slot] = found.refused.get(slot, 0) + drafted[row] - counts[row] + 1
+                first, at[slot] = first + counts[row], at[slot] + counts[row]
+                if output.done[row] or at[slot] >= ends[slot]:
+                    del at[slot]
+            found.steps += 1
+        return found
 
     def _grow(self, slot: int, tokens: int) -> tuple[int, list[int]]:
         table = self.tables[slot]

@@ -48,7 +48,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "STALE_US", PATIENCE_US)
     monkeypatch.setattr(lookups, "FEW_BLOCKS", 0)
     monkeypatch.setattr(jobs, "LOOKUP_US", PATIENCE_US)
-    for module in (transfers, tier_load, store):
+    for module in (transfers, store):
         monkeypatch.setattr(module, "ANSWER_US", PATIENCE_US)
     for module in (tier_load, store):
         monkeypatch.setattr(module, "LEASE_US", 2 * PATIENCE_US)

@@ -112,7 +112,14 @@ def _check_executor(executor: Executor) -> None:
         "a result waits for no other"
     )
     rows = Counter(s.seq for flight in flights for s, at in flight.rows if s.placement == at)
+    drafts = Counter[int]()
+    for flight in flights:
+        of_rows = [flight.drafts_of(row) for row in range(len(flight.rows))]
+        assert flight.drafts == sum(of_rows), "drafts of a step are not counted"
+        for (s, at), count in zip(flight.rows, of_rows, strict=True):
+            drafts[s.seq] += count if s.placement == at else 0
     for s in running:
+        assert s.drafting.in_flight == drafts[s.seq], "a draft in flight is of no step"
         _check_running(s, size, rows.pop(s.seq, 0))
         assert (s.executor, s.phase) == (executor.hello.executor, Phase.RUNNING), "it runs elsewhere"
         assert s.opened_after <= executor.step
@@ -157,7 +164,8 @@ def _check_running(s: Sequence, block_tokens: int, in_flight: int) -> None:
     assert min(s.slot, s.reserved) >= 0, "a running sequence has no slot"
     assert s.prompt_tokens <= s.opened_length <= len(s.tokens) < s.max_length
     assert 0 <= s.computed < s.max_length, "more than the sequence is planned"
-    assert s.planned_length == len(s.tokens) + in_flight, "a row in flight is not planned"
+    drafts = s.drafting.in_flight
+    assert s.planned_length == len(s.tokens) + in_flight + drafts, "a row in flight is not planned"
     assert s.computed <= len(s.table) * block_tokens, "a computed token has no block"
     assert len(set(s.table)) == len(s.table), "a block is twice in a table"
     assert s.table_capacity == s.table_sent * block_tokens <= len(s.table) * block_tokens
@@ -170,7 +178,7 @@ def _check_running(s: Sequence, block_tokens: int, in_flight: int) -> None:
 def _check_left(s: Sequence) -> None:
     """Raise AssertionError if the sequence runs nowhere and still has something of an executor."""
     kept = s.table or s.table_sent or s.table_capacity or s.registered or s.reserved
-    kept = kept or s.computed or s.opened_length or s.adopted or s.copies.stored
+    kept = kept or s.computed or s.opened_length or s.adopted or s.copies.stored or s.drafting.in_flight
     assert not kept, "it has blocks, and runs nowhere"
     assert (s.executor, s.slot, s.parent) == ("", -1, None), "it has a slot, and runs nowhere"
     waits = s.copies.load_job or s.copies.store_job or s.compiles_grammar or s.debt.owed_us

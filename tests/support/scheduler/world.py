@@ -29,9 +29,10 @@ from services.scheduler.state.requests import (
     TierLost,
     TierReady,
 )
-from services.scheduler.state.state import Limits
+from services.scheduler.state.state import AUTO, Limits
 from shared.kv_blocks import choice_seed
 from shared.messages import (
+    AT_DEVICE,
     Accepted,
     Close,
     Ended,
@@ -69,6 +70,7 @@ def any_limits(data: st.DataObject) -> Limits:
         window=data.draw(st.integers(1, 4)),
         overlap=data.draw(st.sampled_from(["auto", "single", "run_ahead", "two_batch"])),
         step_tokens=data.draw(st.integers(1, 40)),
+        speculate=data.draw(st.sampled_from([AUTO, 0, 1, 3, 7])),
         cold_start_wait_us=data.draw(st.sampled_from([0, 10**9])),
         move_after_us=data.draw(st.sampled_from([0, 0, 20_000, 10**9])),
         policy=policy,
@@ -442,7 +444,12 @@ class World:
             tables[slot] += [next(deltas) for _ in range(count)]
         written: dict[int, int] = {}  # block -> the first of its places that is
         before = [(slot, set(state.table)) for slot, state in engine.slots.items()]
-        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+        columns = zip(plan.slots, plan.starts, plan.counts, plan.from_device, strict=True)
+        for slot, most, count, fed in columns:
+            start = most
+            if fed == AT_DEVICE and not engine.failed:  # a failed step has left the slot where it was
+                start = len(engine.slots[slot].tokens) - 1
+            count += most - start
             row = dict.fromkeys(tables[slot][start // size : (start + count - 1) // size + 1], 0)
             row[tables[slot][start // size]] = start % size
             others = [table for other, table in before if other != slot]

@@ -122,5 +122,5 @@ def test_layouts_of_deterministic_mode_are_the_devices_own() -> None:
         exact = row_by_row(tuning)
         assert (exact.by_row, exact.prefill.one_loop, exact.fixed) == (True, True, tuning.fixed)
         assert not tuning.by_row
-        assert all(exact.of(rows).product(4096, 4096, rows) is None for rows in (1, 32, 33))
-        assert not exact.of(1).chained
+        assert all(exact.layouts_of(rows).product(4096, 4096, rows) is None for rows in (1, 32, 33))
+        assert not exact.layouts_of(1).chained

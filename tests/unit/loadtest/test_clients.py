@@ -96,14 +96,14 @@ def test_a_frame_that_comes_twice_is_counted_and_a_new_beginning_is_none() -> No
 
     def frame(kind: str, number: int, attempt: int = 1, to: str = "a") -> None:
         data = json.dumps({"type": kind, "frame": number, "attempt": attempt}).encode()
-        spy.take(Delivery(to, data, "", {}))
+        spy.on_reply(Delivery(to, data, "", {}))
 
     for kind, number in (("accepted", 0), ("delta", 1), ("delta", 2), ("accepted", 0), ("delta", 1)):
         frame(kind, number)
     for attempt, to in ((2, "a"), (1, "b")):
         frame("delta", 1, attempt, to)
-    spy.take(Delivery("a", b"not json", "", {}))
-    spy.take(Delivery("a", b"[1]", "", {}))
+    spy.on_reply(Delivery("a", b"not json", "", {}))
+    spy.on_reply(Delivery("a", b"[1]", "", {}))
     assert spy.repeated == 0
     frame("delta", 1)
     frame("done", 3)

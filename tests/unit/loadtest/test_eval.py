@@ -57,7 +57,7 @@ def test_eval_figures_equal_numpys_figures() -> None:
     seen = Seen()
     for rows in (slice(0, 4), slice(4, 9)):
         reference = log_probs(torch.from_numpy(base[rows]))
-        seen.take(torch.from_numpy(found[rows]), torch.from_numpy(targets[rows]), reference)
+        seen.add(torch.from_numpy(found[rows]), torch.from_numpy(targets[rows]), reference)
     p, q = (np.exp(each) / np.exp(each).sum(1, keepdims=True) for each in (base, found))
     kl = (p * np.log(p / q)).sum(1)
     nll, base_nll = (-np.log(each[np.arange(9), targets]) for each in (q, p))

@@ -40,7 +40,7 @@ def test_tenant_waits_for_at_most_one_of_each_other_tenant(steps: list[tuple[str
             assert len(since[each]) == len(set(since[each]))
         assert len(turns) == len(waiting)
         assert turns.tenants == len({item[0] for item in waiting})
-        assert turns.of("a") == sum(item[0] == "a" for item in waiting)
+        assert turns.count_of("a") == sum(item[0] == "a" for item in waiting)
 
 
 @pytest.mark.parametrize(

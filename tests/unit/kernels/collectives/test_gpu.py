@@ -41,13 +41,13 @@ def _host_side(ranks: Ranks) -> None:
 
     def empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory = HostMemory(count * dtype.itemsize)
-        found = memory.of(ranks.rank, torch.Size([count]), dtype)
+        found = memory.view(ranks.rank, torch.Size([count]), dtype)
         memories[found.data_ptr()] = memory
         return found
 
     def rendezvous(mine: Tensor, _: object) -> Any:
         memory = memories[mine.data_ptr()]
-        every = [memory.of(rank, mine.shape, mine.dtype) for rank in range(ranks.size)]
+        every = [memory.view(rank, mine.shape, mine.dtype) for rank in range(ranks.size)]
         return SimpleNamespace(buffer_ptrs=[each.data_ptr() for each in every])
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous  # type: ignore[assignment]

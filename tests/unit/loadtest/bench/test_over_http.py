@@ -13,7 +13,7 @@ import pytest
 from loadtest.bench import openai_chunks
 from loadtest.bench.http_pool import Address
 from loadtest.bench.over_http import HttpTransport
-from loadtest.bench.over_nats import take as take_frame
+from loadtest.bench.over_nats import on_frame as take_frame
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.record import Record
 from loadtest.bench.sse import Events
@@ -194,7 +194,7 @@ def test_events_however_the_bytes_are_cut(size: int) -> None:
 )
 def test_only_text_is_a_token(choice: dict[str, object], counts: bool) -> None:
     record = Record("", 0)
-    openai_chunks.take(json.dumps({"choices": [choice]}).encode(), record, 5)
+    openai_chunks.on_data(json.dumps({"choices": [choice]}).encode(), record, 5)
     assert record.chunks_us == ([5] if counts else [])
 
 

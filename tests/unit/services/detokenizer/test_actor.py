@@ -165,7 +165,7 @@ async def test_a_checkpoint_that_cannot_be_stored_is_counted_and_the_answer_goes
         fleet.put(Envelope("scheduler.s", 1, seq, message), to="detokenizer.d")
     await fleet.broker.settle()
     store: Any = runtime.actor._parts[0]  # type: ignore[attr-defined]  # white box
-    store._turn()
+    store._write_due()
     await fleet.broker.settle()
     assert (store.stored, store.failed) == (0, 1)  # nothing listens: there is no stream
     for ack in (b'{"stream":"HR_STATE","seq":1}', b'{"error":{"code":503}}'):

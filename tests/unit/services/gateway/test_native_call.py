@@ -33,7 +33,7 @@ async def lines_of(broker: MemoryBroker, *, apart: bool = True) -> TenantConnect
 
 async def test_two_tenants_have_two_connections_apart_from_the_main_one() -> None:
     lines = await lines_of(MemoryBroker())
-    clients = await asyncio.gather(*(lines.of(tenant) for tenant in "aabba"))
+    clients = await asyncio.gather(*(lines.client_of(tenant) for tenant in "aabba"))
     assert [client.tenant for client in clients] == [*"aabba"]
     first, second = clients[0].bus, clients[2].bus
     assert [client.bus for client in clients] == [first, first, second, second, first]
@@ -43,18 +43,20 @@ async def test_two_tenants_have_two_connections_apart_from_the_main_one() -> Non
 
 async def test_native_calls_share_one_connection_without_keys() -> None:
     lines = await lines_of(MemoryBroker(), apart=False)
-    assert (await lines.of("default")).bus is lines.main.bus
+    assert (await lines.client_of("default")).bus is lines.main.bus
     assert len(lines) == 0
 
 
 async def test_tenants_share_connections_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_call, "MAX_CONNECTIONS", 2)
     lines = await lines_of(MemoryBroker())
-    own = [(await lines.of(tenant)).bus for tenant in "ab"]
-    shared = {tenant: await lines.of(tenant) for tenant in "cdefgh"}
+    own = [(await lines.client_of(tenant)).bus for tenant in "ab"]
+    shared = {tenant: await lines.client_of(tenant) for tenant in "cdefgh"}
     assert [client.tenant for client in shared.values()] == [*"cdefgh"]
     assert {id(client.bus) for client in shared.values()} == {id(bus) for bus in own}
-    assert [(await lines.of(tenant)).bus for tenant in shared] == [each.bus for each in shared.values()]
+    assert [(await lines.client_of(tenant)).bus for tenant in shared] == [
+        each.bus for each in shared.values()
+    ]
     assert len(lines) == 2
 
 
@@ -63,7 +65,7 @@ async def test_an_idle_connection_is_closed_and_one_in_use_is_not(monkeypatch: p
     lines, before = await lines_of(broker), len(broker.subscriptions)
     asked: list[Delivery] = []
     await broker.connect().subscribe("slow", asked.append)
-    client = await lines.of("a")
+    client = await lines.client_of("a")
     lines.sweep()
     assert len(lines) == 1
     question = asyncio.create_task(client.request("slow"))
@@ -78,7 +80,7 @@ async def test_an_idle_connection_is_closed_and_one_in_use_is_not(monkeypatch: p
     assert len(lines) == 0
     await lines.close()
     assert len(broker.subscriptions) == before + 1
-    assert (await lines.of("a")).bus is not client.bus
+    assert (await lines.client_of("a")).bus is not client.bus
 
 
 async def test_one_that_does_not_open_is_503_and_the_next_request_tries_again(
@@ -91,16 +93,16 @@ async def test_one_that_does_not_open_is_503_and_the_next_request_tries_again(
             raise SetupError("no connection to nats://secret:4222")
 
         broken.setattr(MemoryBus, "another", another)
-        answers = await asyncio.gather(*(lines.of("a") for _ in range(3)), return_exceptions=True)
+        answers = await asyncio.gather(*(lines.client_of("a") for _ in range(3)), return_exceptions=True)
     assert {(type(error), getattr(error, "code", 0)) for error in answers} == {(Unavailable, 503)}
     assert all("secret" not in str(error) for error in answers)
-    assert (await lines.of("a")).tenant == "a"
+    assert (await lines.client_of("a")).tenant == "a"
 
 
 async def test_a_request_that_leaves_does_not_end_the_opening_for_others() -> None:
     lines = await lines_of(MemoryBroker())
-    leaving = asyncio.create_task(lines.of("a"))
-    staying = asyncio.create_task(lines.of("a"))
+    leaving = asyncio.create_task(lines.client_of("a"))
+    staying = asyncio.create_task(lines.client_of("a"))
     await asyncio.sleep(0)
     leaving.cancel()
     assert (await staying).tenant == "a"
@@ -111,7 +113,7 @@ async def test_one_that_ends_for_good_fails_its_own_requests_and_no_others() -> 
     broker = MemoryBroker()
     lines = await lines_of(broker)
     await broker.connect().subscribe("slow", lambda _: None)
-    first, second = await lines.of("a"), await lines.of("b")
+    first, second = await lines.client_of("a"), await lines.client_of("b")
     questions = [asyncio.create_task(client.request("slow")) for client in (first, second)]
     await asyncio.sleep(0)
     await broker.settle()
@@ -122,7 +124,7 @@ async def test_one_that_ends_for_good_fails_its_own_requests_and_no_others() -> 
     await asyncio.sleep(0)
     await broker.settle()
     assert not questions[1].done()
-    assert (await lines.of("a")).bus is not first.bus
+    assert (await lines.client_of("a")).bus is not first.bus
     lines.fail(Unavailable("the end"))
     with pytest.raises(Unavailable, match="the end"):
         await questions[1]
@@ -148,10 +150,10 @@ async def test_a_tenants_flood_is_not_ahead_of_another_tenants_frame(server: Nat
             if len(order) == FLOOD + 1:
                 done.set()
 
-        bus = (await lines.of(tenant)).bus
+        bus = (await lines.client_of(tenant)).bus
         await bus.subscribe(f"to.{tenant}", note)
         await bus.flush()
-    publish(server, [*["to.a"] * FLOOD, "to.b"], *[(await lines.of(tenant)).bus for tenant in "ab"])
+    publish(server, [*["to.a"] * FLOOD, "to.b"], *[(await lines.client_of(tenant)).bus for tenant in "ab"])
     await asyncio.wait_for(done.wait(), 60)
     assert order.index("b") < FLOOD / 10
     await lines.close()

@@ -24,7 +24,7 @@ from support.scheduler.world_checks import ALL, Turns
 
 from services.scheduler import preemption
 from services.scheduler.admission import TRIAL_DEATHS
-from services.scheduler.fleet import roles, sleep
+from services.scheduler.executors import roles, sleep
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     PIN_AFTER_PREEMPTIONS,
@@ -99,7 +99,9 @@ class Machine(RuleBasedStateMachine):
         self.sizes = {
             name: {"blocks": data.draw(st.integers(32, 96)) // block_tokens, "block_tokens": block_tokens,
                    "slots": data.draw(st.integers(2, 6)), "stages": data.draw(st.sampled_from([1, 1, 2])),
-                   "max_step_tokens": data.draw(st.sampled_from([16, 64, 64]))}
+                   "max_step_tokens": data.draw(st.sampled_from([16, 64, 64])),
+                   "max_drafts": data.draw(st.sampled_from([0, 7, 7])),
+                   "max_draft_rows": data.draw(st.sampled_from([0, 0, 3]))}
             for name in ENGINES
         }  # fmt: skip
         self.asked = self.epoch = 0
@@ -218,10 +220,11 @@ class Machine(RuleBasedStateMachine):
             return
         flights = [flight for flight in executor.in_flight if flight.step == waiting[0].step]
         hosted = [at for flight in flights for at, (s, _) in enumerate(flight.rows) if s.host_fed]
+        hosted = [at for at in hosted if not waiting[0].counts or waiting[0].counts[at] == 1]
         if hosted:
             at = random.Random(seed).choice(hosted)
             ids = waiting[0].ids[:]
-            ids[at] = -1
+            ids[sum(waiting[0].counts[:at]) if waiting[0].counts else at] = -1
             waiting[0] = dataclasses.replace(
                 waiting[0], ids=ids, row_errors=(*waiting[0].row_errors, (at, "boom"))
             )

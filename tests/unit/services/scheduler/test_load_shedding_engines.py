@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from support.scheduler.world import World
 
-from services.scheduler.core import Arrived
+from services.scheduler.state.requests import Arrived
 from shared.messages import Sampling, floats, ints
 
 BIAS = {"sampling": Sampling(bias_ids=ints([1000]), bias_values=floats([1.0]))}

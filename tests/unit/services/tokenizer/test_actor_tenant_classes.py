@@ -29,15 +29,15 @@ def test_class_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "classes"
     path.write_text("acme interactive\n")
     classes = TenantClasses(str(path))
-    assert (classes.of("acme"), classes.of("bob")) == (("interactive",), DEFAULT_CLASSES)
+    assert (classes.classes_of("acme"), classes.classes_of("bob")) == (("interactive",), DEFAULT_CLASSES)
     path.write_text("acme wrong\n")
     os.utime(path, ns=(1, 1))
     classes.refresh()
-    assert classes.of("acme") == ("interactive",)
+    assert classes.classes_of("acme") == ("interactive",)
     path.write_text("acme batch\n")
     classes.refresh()
-    assert classes.of("acme") == ("batch",)
-    assert TenantClasses().of("anybody") == CLASSES
+    assert classes.classes_of("acme") == ("batch",)
+    assert TenantClasses().classes_of("anybody") == CLASSES
     with pytest.raises(SetupError, match="tenant_classes"):
         TenantClasses(str(tmp_path / "none"))
 

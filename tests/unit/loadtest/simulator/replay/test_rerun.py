@@ -243,7 +243,7 @@ def test_an_event_that_the_core_fails_on_is_in_the_log() -> None:
     sink = Pages()
     world = recorded_world(sink)
     world.add_engine()
-    broken = StepResult(exec_epoch=1, step=1, ids=ints([1]), done=ints([]))
+    broken = StepResult(exec_epoch=1, step=1, ids=ints([1]), done=ints([0]))
     world.ask("r", [1, 2], 3)
     world.scheduler.state.executors["e1"].in_flight[0].rows[:] = [None]  # type: ignore[list-item]  # a bug
     world.scheduler.begin(world.now_us)  # type: ignore[attr-defined]  # it is a Recorder

@@ -192,25 +192,25 @@ def test_long_first_chunks_go_to_the_library_but_for_their_ends() -> None:
 
 def test_layouts_by_device_and_tokens() -> None:
     h200 = device_tuning("NVIDIA H200")
-    assert h200.of(32).chained
-    assert not h200.of(33).chained
-    assert h200.of(1).product(4096, 4096, 16) != h200.of(1).product(4096, 4096, 17)
-    assert h200.of(256).product(4096, 4096, 256) is None
-    assert h200.of(16).decode != h200.of(17).decode
-    assert h200.all() == (h200.of(1), h200.of(32), h200.of(33))
-    assert device_tuning("another").of(1).product(4096, 4096, 1) is None
+    assert h200.layouts_of(32).chained
+    assert not h200.layouts_of(33).chained
+    assert h200.layouts_of(1).product(4096, 4096, 16) != h200.layouts_of(1).product(4096, 4096, 17)
+    assert h200.layouts_of(256).product(4096, 4096, 256) is None
+    assert h200.layouts_of(16).decode != h200.layouts_of(17).decode
+    assert h200.all() == (h200.layouts_of(1), h200.layouts_of(32), h200.layouts_of(33))
+    assert device_tuning("another").layouts_of(1).product(4096, 4096, 1) is None
     assert device_tuning("another") == DeviceTuning()
     assert WIDE.few.decode.tile_tokens == 32
     shared = device_tuning("NVIDIA H200", 4)
-    assert shared.of(256).chained
-    assert not shared.of(257).chained
+    assert shared.layouts_of(256).chained
+    assert not shared.layouts_of(257).chained
     assert shared.many == h200.many
-    assert shared.of(1) == shared.few
+    assert shared.layouts_of(1) == shared.few
     assert device_tuning("NVIDIA H200", 1) == h200
-    gate_up = shared.of(64).product(7168, 4096, 64)
+    gate_up = shared.layouts_of(64).product(7168, 4096, 64)
     assert gate_up is not None
     assert gate_up.gated
-    assert shared.of(256).product(7168, 4096, 65) is None
+    assert shared.layouts_of(256).product(7168, 4096, 65) is None
 
 
 def test_kv_in_fp8_has_layouts_of_its_own_where_they_were_measured() -> None:
@@ -240,8 +240,11 @@ def test_kv_is_fetched_by_tma_where_the_kernel_takes_the_shapes(monkeypatch: pyt
 def test_large_heads_are_attended_in_smaller_tiles() -> None:
     h200 = device_tuning("NVIDIA H200")
     large = for_large_heads(h200)
-    assert (large.prefill, large.of(1).decode, large.of(64).decode) == (WIDE.prefill, *[WIDE.few.decode] * 2)
-    assert large.of(1).product(4096, 4096, 16) == h200.of(1).product(4096, 4096, 16)
+    assert (large.prefill, large.layouts_of(1).decode, large.layouts_of(64).decode) == (
+        WIDE.prefill,
+        *[WIDE.few.decode] * 2,
+    )
+    assert large.layouts_of(1).product(4096, 4096, 16) == h200.layouts_of(1).product(4096, 4096, 16)
     assert row_by_row(large).many.decode == WIDE.few.decode
 
 

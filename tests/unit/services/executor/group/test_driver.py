@@ -14,6 +14,7 @@ from support.executor.groups import (
     DEFAULT,
     Watched,
     dies_as_one,
+    drafts_change_no_token,
     gives_the_reference_ids,
     gives_the_vectors_of,
     go_down_and_come_back,
@@ -53,6 +54,11 @@ def watched(folder: Path) -> Iterator[Watched]:
 def group(watched: Watched) -> GroupBackend:
     watched.group.reset()
     return watched.group
+
+
+def test_drafts_change_no_token_of_ranks(group: GroupBackend) -> None:
+    assert group.info.max_drafts == 8
+    drafts_change_no_token(group)
 
 
 def test_ranks_give_the_vectors_of_one(group: GroupBackend, watched: Watched, folder: Path) -> None:

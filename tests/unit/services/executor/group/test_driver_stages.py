@@ -20,6 +20,7 @@ from support.executor.groups import (
     PENALISED,
     Watched,
     dies_as_one,
+    drafts_change_no_token,
     gives_the_reference_ids,
     gives_the_vectors_of,
     go_down_and_come_back,
@@ -61,6 +62,10 @@ def watched(folder: Path) -> Iterator[Watched]:
 def group(watched: Watched) -> GroupBackend:
     watched.group.reset()
     return watched.group
+
+
+def test_drafts_change_no_token_of_stages(group: GroupBackend) -> None:
+    drafts_change_no_token(group)
 
 
 def test_stages_choose_the_tokens_of_one_rank(group: GroupBackend, folder: Path) -> None:

@@ -56,7 +56,7 @@ class Engine:
             raise EngineError("no such slot")
         return Pending(plan=plan)
 
-    def record_choices(self, pending: Pending, ids: Ints, done: Ints) -> None:
+    def record_choices(self, pending: Pending, ids: Ints, done: Ints, counts: Ints) -> None:
         self.calls.append(("take", (pending.plan.step, list(ids), list(done))))
 
 

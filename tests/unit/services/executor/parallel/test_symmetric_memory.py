@@ -62,10 +62,10 @@ def test_a_short_sum_goes_with_its_norm_and_leaves_the_boxes_empty(alone: Distri
 
 def test_long_rows_and_ranks_without_boxes_are_not_for_them(alone: DistributedRanks) -> None:
     boxes = SymmetricBuffers(0, 1, CPU)
-    assert boxes.of(1, LIMIT_BYTES) is not None
-    assert boxes.of(2, LIMIT_BYTES) is None
-    assert boxes.of(1024, 64) is not None
-    assert boxes.of(1025, 64) is None
+    assert boxes.for_rows(1, LIMIT_BYTES) is not None
+    assert boxes.for_rows(2, LIMIT_BYTES) is None
+    assert boxes.for_rows(1024, 64) is not None
+    assert boxes.for_rows(1025, 64) is None
     residual, part, weight = _normal(ROWS, WIDTH), _normal(ROWS, WIDTH, seed=1), _normal(WIDTH, seed=2)
     wanted, _ = ref.add_rms_norm(part, residual, weight, 1e-5)
     adding = _ResidualAdd(SOLO, None, residual, 1e-5, chained=False)
@@ -94,10 +94,10 @@ def test_the_logits_of_one_rank_lose_their_padding(
     memory = torch.zeros(1024, dtype=torch.uint8)
     met: list[bool] = []
 
-    def of(rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def view(rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    peers = SimpleNamespace(of=of, barrier=lambda: met.append(True))
+    peers = SimpleNamespace(view=view, barrier=lambda: met.append(True))
     monkeypatch.setattr(logits, "SymmetricMemory", lambda *_: peers)
     shared = logits.SharedLogits(alone, torch.zeros(1), ROWS, 5)
     own = _normal(2, 16)

@@ -147,7 +147,7 @@ def test_log_probabilities_wait_for_their_text() -> None:
 def test_last_id_has_the_place_of_each_choice() -> None:
     assert read_last_id("") == LastId()
     assert read_last_id("2.10,-1") == LastId(2, (10, -1))
-    assert [LastId(2, (10,)).of(choice) for choice in (0, 1)] == [10, -1]
+    assert [LastId(2, (10,)).number_of(choice) for choice in (0, 1)] == [10, -1]
     for wrong in ("2", "x.1", "1.", "1.2,", "-1.2", "1.-2"):
         with pytest.raises(BadRequest, match="an id of this stream is expected"):
             read_last_id(wrong)

@@ -131,6 +131,7 @@ def test_status_shows_what_was_measured() -> None:
     assert lately(status.counted(state)) | {"prefilled": 0, "prefix_lookups": 0} == {
         "waiting": 0, "refused_429": 0, "refused_503": 0, "prefilled": 0, "generated": 30,
         "prefix_lookups": 0, "prefix_hits": 0, "preemptions": 0,
+        "draft_rows": 0, "draft_tokens": 0, "accepted_tokens": 0,
     }  # fmt: skip
 
 

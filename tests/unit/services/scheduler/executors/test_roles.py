@@ -1,4 +1,4 @@
-"""Which executors only prefill, and what becomes of a sequence that is handed over; see fleet/roles.py.
+"""Which executors only prefill, and what becomes of a sequence that is handed over; see executors/roles.py.
 
 `HEADRACE_HANDOVERS` makes the soak longer than in CI: 10,000 take some minutes.
 """
@@ -12,7 +12,7 @@ import pytest
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
-from services.scheduler.fleet import roles
+from services.scheduler.executors import roles
 from services.scheduler.state import policies
 from services.scheduler.state.policies import RolesOption, RolesView, adaptive
 from services.scheduler.state.requests import PeerDraining

@@ -57,9 +57,8 @@ def on_sleep_set(state: State, event: SleepSet) -> None:
         _wake(state, [name for name in names if name in state.asleep])
     for executor in (state.executors[name] for name in names if name in state.executors):
         if event.asleep and not executor.draining:
-            executor.draining, executor.drains_since_us = True, state.now_us
+            state.begin_drain(executor)
             executor.sleep_by_us = state.now_us + DRAIN_US
-            state.some_leave = True
         elif executor.sleep_by_us and not event.asleep:
             executor.draining, executor.sleep_by_us = False, 0
             state.waiting.unpark(state.now_us)

@@ -1,4 +1,4 @@
-"""The sequences of a draining executor move to another one, with the same tokens; see fleet/moves.py."""
+"""The sequences of a draining executor move to another one, with the same tokens; see executors/moves.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler import admission, preemption
-from services.scheduler.fleet import moves
-from services.scheduler.kv_tiers import load, lookups, store
+from services.scheduler.executors import moves
+from services.scheduler.kv_tiers import lookups, store
 from services.scheduler.kv_tiers.store import LEFT_TOKENS
 from services.scheduler.state.requests import PeerDraining, Sequence
 from services.scheduler.state.state import Executor, Limits, State
@@ -167,8 +167,7 @@ def test_a_sequence_that_admission_takes_off_meanwhile_is_left_alone(monkeypatch
 
 def test_load_in_parts_is_no_backlog_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing would follow a long sequence to its new executor before the last part is there."""
-    for module in (load, lookups):
-        monkeypatch.setattr(module, "MAX_KEYS", 4)
+    monkeypatch.setattr(lookups, "MAX_KEYS", 4)
     world = World(Limits(move_after_us=0))
     sizes = {"slots": 8, "blocks": 200, "max_context": 256, "max_step_tokens": 256}
     world.add_engine("e1", **sizes)

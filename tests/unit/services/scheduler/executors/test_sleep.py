@@ -6,7 +6,7 @@ import pytest
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
-from services.scheduler.fleet import sleep
+from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import WAKE_WAIT_US
 from services.scheduler.reports import status
 from services.scheduler.state.requests import PeerLost, PeerReady, SleepSet

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.actor import scheduler_for
-from services.scheduler.fleet.roles import ARRIVE_US, DRAIN_US, Division, Drain, Give
+from services.scheduler.executors.roles import ARRIVE_US, DRAIN_US, Division, Drain, Give
 from shared.actor.membership import Peers
 from shared.messages import Heartbeat
 

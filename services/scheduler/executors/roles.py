@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from services.scheduler.load_shedding import serving
 from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import RolesOption, RolesView
@@ -53,7 +54,7 @@ def review(state: State) -> None:
     state.roles_due_us = state.now_us + PERIOD_US
     for model in sorted({e.hello.model for e in state.executors.values()}):
         roles = state.roles.setdefault(model, Roles(state.now_us))
-        executors = [e for e in state.executors.values() if e.hello.model == model and not e.draining]
+        executors = serving(state, model)
         _measure(state, model, roles, executors)
         wanted = 0
         if len(executors) > 1 and _are_connected(executors):

@@ -1,0 +1,1 @@
+"""Drafts of tokens, found by the executor."""

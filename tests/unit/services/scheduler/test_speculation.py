@@ -1,0 +1,191 @@
+"""Drafts of the scheduler: every invariant under any acceptance, replays, and how many drafts pay."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.executor.paged_engine import STOP_ID, expected_tokens
+from support.scheduler.world import World
+
+from services.scheduler.reports.event_log import state_hash
+from services.scheduler.speculation import _choose
+from services.scheduler.state.cost_model import CostModel
+from services.scheduler.state.requests import Drafting
+from services.scheduler.state.state import AUTO, Executor, Limits
+from shared.kv_blocks import choice_seed
+from shared.messages import AT_DEVICE, FROM_DEVICE, Tokens
+from shared.step_model import PRESETS, StepModel, StepShape
+
+EVENTS = int(os.environ.get("HEADRACE_DRAFT_EVENTS", "1500"))
+
+
+def busy_world(limits: Limits, events: int, seed: int = 1, **facts: int) -> World:
+    """Requests of many kinds that come while others run, on an engine with drafts."""
+    world, dice, asked = World(limits, took_us=2_000), random.Random(seed), 0
+    world.add_engine(**{"blocks": 60, "slots": 6, "max_context": 128, "max_drafts": 7, **facts})
+    while world.events < events:
+        if dice.random() < 0.3 and len(world.scheduler.state.requests) < 12:
+            asked += 1
+            prompt = [token for _ in range(dice.randint(1, 4)) for token in dice.choice(((7, 7, 7), (8, 9)))]
+            stops, n = dice.random() < 0.4, dice.choice((1, 1, 2))
+            processors = ('{"name":"x"}',) if dice.random() < 0.2 else ()
+            world.ask(
+                f"r{asked}", prompt, dice.randint(1, 60), seed=asked, stops=stops, n=n, processors=processors
+            )
+        world.deliver()
+    world.run()
+    return world
+
+
+def check_answers(world: World) -> None:
+    for reader in world.readers.values():
+        asked = world.asked[reader.opened.request]
+        seed, stops = choice_seed(asked.seed, reader.opened.choice), STOP_ID in asked.stop_ids
+        assert reader.tokens == expected_tokens([*asked.tokens], seed, asked.max_tokens, stops)
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "run ahead": {"overlap": "run_ahead", "window": 2},
+    "deep window": {"overlap": "run_ahead", "window": 4},
+    "single": {"overlap": "single"},
+    "two batches": {"overlap": "two_batch"},
+    "auto": {"speculate": AUTO},
+}
+
+
+@pytest.mark.parametrize("how", WORLDS)
+def test_drafts_change_no_token_over_many_events(how: str) -> None:
+    world = busy_world(Limits(**{"speculate": 7, **WORLDS[how]}), EVENTS)
+    check_answers(world)
+    engine = world.engines["e1"]
+    assert engine.drafted > engine.accepted > EVENTS // 100
+    counters = world.scheduler.state.counters
+    assert (
+        0.97 * engine.drafted < counters.draft_tokens <= engine.drafted
+    )  # some are of choices that have ended
+    assert 0.97 * engine.accepted < counters.accepted_tokens <= engine.accepted
+    world.assert_idle()
+
+
+def test_replay_of_events_with_drafts_finds_the_same_state() -> None:
+    first, again = (busy_world(Limits(speculate=AUTO), 600, seed=3) for _ in range(2))
+    assert first.engines["e1"].accepted > 0
+    assert state_hash(first.scheduler.state) == state_hash(again.scheduler.state)
+
+
+def test_plans_without_drafts_are_as_before() -> None:
+    """K = 0 is today's step: no row is AT_DEVICE, and no column differs."""
+    plain = busy_world(Limits(speculate=7), 400, max_drafts=0)
+    off = busy_world(Limits(speculate=0), 400)
+    assert plain.plans == off.plans
+    assert not any(AT_DEVICE in plan.from_device for plan in plain.plans)
+
+
+def test_rows_are_placed_by_the_device_while_drafts_are_in_flight() -> None:
+    world = World(Limits(speculate=3, overlap="run_ahead", window=3))
+    world.add_engine(max_drafts=7, max_context=128, blocks=60)
+    world.ask("r", [5, 6, 7], 40)
+    world.deliver()
+    first, second = world.plans[1:3]
+    assert (first.from_device[0], first.counts[0], first.starts[0]) == (AT_DEVICE, 4, 3)
+    assert (second.from_device[0], second.counts[0], second.starts[0]) == (AT_DEVICE, 4, 7)
+    (sequence,) = world.scheduler.state.executors["e1"].running
+    assert (sequence.computed, sequence.drafting.in_flight) == (15, 9)
+    world.run()
+    check_answers(world)
+
+
+def test_a_request_without_speculation_has_no_drafts_beside_one_with_them() -> None:
+    world = World(Limits(speculate=3))
+    world.add_engine(max_drafts=7, max_context=128, blocks=60)
+    world.ask("with", [5, 6, 7], 30)
+    world.ask("without", [5, 6, 8], 30, speculate=False)
+    world.run()
+    check_answers(world)
+    slots = {reader.opened.request: reader for reader in world.readers.values()}
+    assert set(slots) == {"with", "without"}
+    placed = [set(plan.from_device) for plan in world.plans if len(plan.slots) == 2]
+    assert {FROM_DEVICE, AT_DEVICE} in placed
+
+
+def test_tokens_of_a_row_are_one_entry() -> None:
+    sent: list[Tokens] = []
+    world = World(Limits(speculate=7))
+    world.add_engine(max_drafts=7, max_context=128, blocks=60)
+    read = world._read
+    world._read = lambda tokens: (sent.append(tokens), read(tokens))[1]  # type: ignore[method-assign]  # a tap
+    world.ask("r", [5, 6, 7], 60)
+    world.run()
+    assert max(tokens.counts[0] for tokens in sent) > 2
+    assert all(len(tokens.seqs) == 1 for tokens in sent)
+    assert [tokens.first[0] for tokens in sent] == [0, *accumulate(tokens.counts[0] for tokens in sent)][:-1]
+
+
+# ---- how many ---------------------------------------------------------------------------------------------
+
+
+def learned(model: StepModel, context: int) -> CostModel:
+    costs = CostModel()
+    for _ in range(40):
+        for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512):
+            shape = StepShape(rows, rows, rows * context, rows * context)
+            costs.observe(shape, model.step_us(shape))
+    return costs
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_auto_is_within_3_percent_of_the_best_number(preset: str, graphs: bool) -> None:
+    context, model = 500, PRESETS[preset]
+    costs = learned(model, context)
+    hello = SimpleNamespace(max_drafts=7, max_draft_rows=512 if graphs else 0)
+    executor: Any = SimpleNamespace(hello=hello, cost_model=costs, has_graphs=graphs)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        shape = StepShape(rows, rows, rows * context, rows * context)
+
+        def rate(drafts: list[int], kept: float, shape: StepShape = shape) -> float:
+            tokens = sum(sum(kept**j for j in range(k + 1)) for k in drafts)
+            return tokens / costs.predict_us(shape.with_drafts(sum(drafts), again=not graphs))
+
+        for kept in range(100, 1_000, 100):
+            sequences: list[Any] = [
+                SimpleNamespace(
+                    seq=at,
+                    drafting=Drafting(kept_pm=kept, found_pm=1_000),
+                    request=SimpleNamespace(tokenized=SimpleNamespace(speculate=True)),
+                )
+                for at in range(rows)
+            ]
+            _choose(executor, shape, sequences)
+            mine = rate([s.drafting.count for s in sequences], kept / 1_000)
+            best = max(rate([k] * rows, kept / 1_000) for k in (0, 1, 3, 7))
+            assert mine >= 0.97 * best, (rows, kept, [s.drafting.count for s in sequences][:3])
+
+
+def test_drafts_that_are_refused_are_tried_again_after_64_steps() -> None:
+    world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
+    world.add_engine(max_drafts=7, max_context=1_000, blocks=300)
+    engine = world.engines["e1"]
+    engine._drafts = lambda slot, most: [999] * most  # type: ignore[method-assign]  # always wrong
+    world.ask("r", [5, 6, 7], 600)
+    world.run()
+    check_answers(world)
+    with_drafts = [
+        plan.step for plan in world.plans if max(plan.counts) > 1 and AT_DEVICE in plan.from_device
+    ]
+    late = [step for step in with_drafts if step > 200]
+    assert all(b - a >= 64 for a, b in pairwise(late))
+    assert 3 <= len(late) <= 8
+
+
+def test_executor_type_has_graphs_if_it_bounds_the_rows_with_drafts() -> None:
+    world = World(Limits())
+    world.add_engine("e1", max_drafts=7)
+    world.add_engine("e2", max_drafts=7, max_draft_rows=64)
+    executors: dict[str, Executor] = world.scheduler.state.executors
+    assert (executors["e1"].has_graphs, executors["e2"].has_graphs) == (False, True)
