@@ -104,7 +104,9 @@ def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(cuda_model, "rms_norm_fp8", normed)
     monkeypatch.setattr(cuda_model, "gated", in_fp8)
     tokens = random_tokens(TOKENS, 3)
-    tuning: Any = SimpleNamespace(layouts_of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None)
+    tuning: Any = SimpleNamespace(
+        layouts_of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None
+    )
     resolved: Any = SimpleNamespace(ids=torch.tensor(tokens), slot_mapping=None)
     tiles: Any = object()
     step = cuda_model.ForwardStep(resolved, torch.arange(TOKENS, dtype=torch.int32), None, tiles)
@@ -197,7 +199,9 @@ def test_operations_run_in_this_order(kind: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(cuda_model, "rms_norm", lambda x, weight, eps, **_: rms_norm(x, weight, eps))
     for each in (combine, dispatch, experts_mlp, permute, route):
         monkeypatch.setattr(cuda_model, each.__name__, each)
-    tuning: Any = SimpleNamespace(layouts_of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None)
+    tuning: Any = SimpleNamespace(
+        layouts_of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None
+    )
     tokens = random_tokens(TOKENS, 3)
     resolved: Any = SimpleNamespace(ids=torch.tensor(tokens), slot_mapping=None)
     tiles: Any = object()
