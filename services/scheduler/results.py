@@ -265,6 +265,8 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         host_us=result.host_us,
         queued_us=result.queued_us,
         segments=tuple(result.segments),
+        drafts=sum(result.drafted),
+        accepted=sum(result.counts) - len(result.counts),
     )
     chunked = [sequence.request for sequence, _ in flight.chunks]
     state.step_log.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))

@@ -29,6 +29,8 @@ from shared.step_model import StepShape
 MIN_SEEN = 16  # steps before the cost model is used
 MARGIN_PM = 30  # that drafts must gain
 TRY_EVERY = 64  # steps after a refused draft until a row tries another one
+TRY_FIRST = 8  # steps of a sequence until it tries one
+TRY_STEPS = 2  # of TRY_EVERY, in which rows of recorded steps try one
 LEAST_PM = 5  # of a draft's probability
 GRAPHS = (1, 3, 7)  # drafts of a row for which engines record graphs
 
@@ -38,9 +40,13 @@ def add_drafts(
 ) -> None:
     """Give the first rows of `columns`, decodes of these sequences, their drafts. `alone`: no prompts follow,
     whose computation they would delay."""
-    hello, wanted = executor.hello, [0] * len(rows)
+    hello, wanted = executor.hello, list[int]()
     if alone and len(rows) <= (hello.max_draft_rows or len(rows)):
         wanted = _wanted(state, executor, columns, rows)
+    if not any(wanted):
+        if not any(flight.drafts for flight in executor.in_flight):
+            return  # the step is the same as without speculation
+        wanted = [0] * len(rows)
     left, expected_pm = hello.max_step_tokens - len(rows), 0
     for at, (s, count) in enumerate(zip(rows, wanted, strict=True)):
         if count:
@@ -80,10 +86,14 @@ def _wanted(state: State, executor: Executor, columns: StepColumns, rows: list[S
         return [0] * len(rows)
     fresh = [s for s in rows if s.drafting.count < 0]
     for s in fresh:
-        s.drafting.found_pm, s.drafting.kept_pm, s.drafting.tried_step = pace.found_pm, pace.kept_pm, step
+        s.drafting.found_pm, s.drafting.kept_pm = pace.found_pm, pace.kept_pm
+        s.drafting.tried_step = step - TRY_EVERY + TRY_FIRST
     if fresh or step - pace.chosen_step > len(rows) // 4:
         _choose(executor, columns.shape, rows)
         pace.chosen_step = step
+    if executor.has_graphs:  # a draft costs as much as one in each row: all rows try in the same steps
+        together = int(step % TRY_EVERY < TRY_STEPS)
+        return [s.drafting.count or together * s.request.tokenized.speculate for s in rows]
     return [
         s.drafting.count or int(s.request.tokenized.speculate and step - s.drafting.tried_step >= TRY_EVERY)
         for s in rows
@@ -93,8 +103,6 @@ def _wanted(state: State, executor: Executor, columns: StepColumns, rows: list[S
 def _choose(executor: Executor, shape: StepShape, rows: list[Sequence]) -> None:
     """Choose the number of drafts of each row with which the step has the most tokens for its time."""
     offers = _offers(executor, rows)
-    for s in rows:
-        s.drafting.count = 0
     graphs, most = executor.has_graphs, executor.hello.max_drafts
     sizes = [k for k in GRAPHS if k <= most] if graphs else _halves(len(offers))
     predict_us = executor.cost_model.predict_us
@@ -106,8 +114,11 @@ def _choose(executor: Executor, shape: StepShape, rows: list[Sequence]) -> None:
         gained = 1_000 * len(rows) + sum(-offer[0] for offer in part)
         if gained * took_us > tokens * of_us:
             best, tokens, took_us = size, gained, of_us
-    for _, nth, _, s in offers if graphs and best else offers[:best]:
-        s.drafting.count = best if graphs else nth  # a row's offers come in order
+    for s in rows:
+        s.drafting.count = best * s.request.tokenized.speculate if graphs else 0
+    if not graphs:
+        for _, nth, _, s in offers[:best]:
+            s.drafting.count = nth  # a row's offers come in order
 
 
 def _offers(executor: Executor, rows: list[Sequence]) -> list[tuple[int, int, int, Sequence]]:

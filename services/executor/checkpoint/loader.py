@@ -108,7 +108,7 @@ class TorchOptions:
     pipeline: bool = False  # each of several ranks is a stage; else they share every layer
     overlap_comm: str = "auto"  # several ranks: off, two_stream; auto: measures the split threshold at start
     deterministic: bool = False  # a row's bits depend on neither its batch nor the chunks of its prompt
-    max_drafts: int = 0  # of a row, on one GPU; 0: no step has drafts
+    max_drafts: int = 0  # of a row; 0: no step has drafts. Several GPUs have none
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by name
     report_grammar: ReportGrammar = ignore_grammar_news
 

@@ -218,6 +218,8 @@ class StepRecord:
     host_us: int = 0  # time of the logits processors
     queued_us: int = 0  # the plan waited at the executor for earlier steps
     segments: tuple[int, ...] = ()  # of two micro-batches: see StepResult
+    drafts: int = 0
+    accepted: int = 0  # of the drafts, those that became tokens
 
     def by_segment(self) -> Iterator[tuple[int, int, int]]:
         """Index in SEGMENT_LANES, start and length of each timeline segment, us."""
@@ -315,6 +317,7 @@ def _whole(step: StepSpan) -> SpanRecord:
             c.FORWARD_US: r.forward_us,
             c.SAMPLE_US: r.sample_us,
             c.WAIT_US: r.wait_us,
+            **({c.DRAFTS: r.drafts, c.ACCEPTED: r.accepted} if r.drafts else {}),
         },
         links=step.links,
         error="the step failed" if r.failed else "",

@@ -15,6 +15,7 @@ from support.scheduler.world import World
 from services.scheduler.reports.event_log import state_hash
 from services.scheduler.speculation import _choose
 from services.scheduler.state.cost_model import CostModel
+from services.scheduler.state.counters import StepSpan, step_spans
 from services.scheduler.state.requests import Drafting
 from services.scheduler.state.state import AUTO, Executor, Limits
 from shared.kv_blocks import choice_seed
@@ -183,9 +184,35 @@ def test_drafts_that_are_refused_are_tried_again_after_64_steps() -> None:
     assert 3 <= len(late) <= 8
 
 
+def test_rows_of_recorded_steps_try_drafts_together() -> None:
+    """Each step with a draft takes as long as one with a draft in each row."""
+    world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
+    world.add_engine(max_drafts=7, max_draft_rows=8, max_context=1_000, blocks=300)
+    engine = world.engines["e1"]
+    engine._drafts = lambda slot, most: [999] * most  # type: ignore[method-assign]  # always wrong
+    for name in "abc":
+        world.ask(name, [5, 6, ord(name)], 600)
+    world.run()
+    check_answers(world)
+    plans = [plan for plan in world.plans if plan.step > 200 and len(plan.slots) == 3]
+    trying = {plan.step % 64 for plan in plans if AT_DEVICE in plan.from_device}
+    assert trying == {0, 1}
+    assert all(set(plan.counts) == {2} for plan in plans if AT_DEVICE in plan.from_device)
+
+
 def test_executor_type_has_graphs_if_it_bounds_the_rows_with_drafts() -> None:
     world = World(Limits())
     world.add_engine("e1", max_drafts=7)
     world.add_engine("e2", max_drafts=7, max_draft_rows=64)
     executors: dict[str, Executor] = world.scheduler.state.executors
     assert (executors["e1"].has_graphs, executors["e2"].has_graphs) == (False, True)
+
+
+def test_step_spans_have_the_drafts_of_their_steps() -> None:
+    world = busy_world(Limits(speculate=7), 100)
+    records = world.scheduler.state.step_log.ring
+    assert sum(step.drafts for step in records) == world.engines["e1"].drafted
+    assert sum(step.accepted for step in records) == world.engines["e1"].accepted
+    spans = [step_spans(StepSpan(step, 1, ())) for step in records]
+    shown = [span.attributes for (span, *_) in spans if "drafts" in span.attributes]
+    assert len(shown) == sum(step.drafts > 0 for step in records) > 10

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.executor.engine import NO_DRAFT
-from services.executor.speculation.prompt_drafts import LEAST, MOST, PromptDrafts, following
+from services.executor.speculation.prompt_drafts import LEAST, MOST, PromptDrafts, following, occurs
 from shared.messages import SlotOpen, ints
 
 
@@ -20,7 +20,7 @@ def by_hand(tokens: Sequence[int], most: int) -> tuple[list[int], int]:
         for at in range(len(tokens) - 1 - length, -1, -1):
             if list(tokens[at : at + length]) == end:
                 known = list(tokens)
-                for nth in range(most):
+                for nth in range(min(most, length)):
                     known.append(known[at + length + nth])
                 return known[len(tokens) :], length
     return [], 0
@@ -34,6 +34,7 @@ def test_following_finds_what_a_search_by_hand_does(vocab: int) -> None:
         tokens = [dice.randrange(vocab) for _ in range(dice.randint(1, 60))]
         drafts, length = following(np.array(tokens, np.int32), 5, LEAST)
         assert (drafts.tolist(), length if len(drafts) else 0) == by_hand(tokens, 5)
+        assert occurs(ints(tokens)) == bool(len(drafts))
         found += bool(len(drafts))
     assert found > 20
 
@@ -57,7 +58,8 @@ def drafts_of(tokens: list[int], prompt: int, prediction: list[int], most: int =
 
 
 def test_prediction_is_followed_from_the_first_token_on() -> None:
-    assert drafts_of([1, 2, 50], 2, [50, 51, 52, 53, 54, 55]) == [51, 52, 53, 54]
+    assert drafts_of([1, 2, 50], 2, [50, 51, 52, 53, 54, 55]) == [51]
+    assert drafts_of([1, 2, 50, 51], 2, [50, 51, 52, 53, 54, 55]) == [52, 53]
 
 
 def test_prediction_is_followed_again_after_an_edit() -> None:
@@ -83,3 +85,12 @@ def test_close_forgets_the_prediction_of_a_slot() -> None:
     assert drafter.draft([0], 1).tolist() == [[51]]
     drafter.close(0)
     assert drafter.draft([0], 1).tolist() == [[NO_DRAFT]]
+
+
+def test_occurs_looks_at_whole_tokens_alone() -> None:
+    shifted = [0x01000000, 0x02000000, 0x00000003]  # its bytes from the fourth on are those of 1, 2
+    assert not occurs(ints([*shifted, 9, 1, 2]))
+    assert occurs(ints([1, 2, *shifted, 9, 1, 2]))
+    assert not occurs(ints([5]))
+    assert not occurs(ints([5, 5]))
+    assert occurs(ints([5, 5, 5]))
