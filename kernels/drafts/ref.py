@@ -21,16 +21,16 @@ def propose(tokens: Tensor, count: int, prediction: Tensor | None = None, prompt
     LEAST to MOST tokens among the tokens before, no more than are alike; of several such matches the last
     one counts.
 
-    A match in `prediction` `[length]` comes first. It is of tokens after the first `prompt`, LEAST or all of
-    them, and must not be shorter than the match among the tokens, unless it is of all tokens after
-    `prompt`."""
+    A match in `prediction` `[length]` comes first, if a token follows it. It is of tokens after the first
+    `prompt`, LEAST or all of them, and must not be shorter than the match among the tokens, unless it is of
+    all tokens after `prompt`."""
     own = tokens[-WINDOW:]
     drafts, length = torch.full((count,), -1, dtype=tokens.dtype), len(own)
     alike, end = _longest(own[:-1], own)
     answer = tokens[prompt:]
-    if prediction is not None and len(prediction) > 1 and len(answer):
-        its, at = _longest(prediction[:-1], answer)
-        if its >= max(min(LEAST, len(answer)), min(alike, len(answer))):
+    if prediction is not None and len(prediction) and len(answer):
+        its, at = _longest(prediction, answer)
+        if its >= max(min(LEAST, len(answer)), min(alike, len(answer))) and at + 1 < len(prediction):
             found = prediction[at + 1 : at + 1 + min(count, its)]
             drafts[: len(found)] = found
             return drafts
