@@ -13,7 +13,7 @@ from services.executor.speculation.prompt_drafts import PromptDrafts
 from shared.messages import SlotOpen, ints
 
 
-def test_drafts_of_a_gpu_are_those_of_a_cpu() -> None:
+def test_gpu_proposes_the_drafts_of_a_cpu() -> None:
     assert (LEAST, MOST, WINDOW) == (prompt_drafts.LEAST, prompt_drafts.MOST, prompt_drafts.WINDOW)
     chance = random.Random(5)
     for _ in range(300):
