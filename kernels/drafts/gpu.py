@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.drafts.ref import LEAST, LEAST_OF_PREDICTION, MOST, WINDOW
+from kernels.drafts.ref import LEAST, MOST, WINDOW
 from kernels.elementwise.gpu import DraftState
 from kernels.sampling.gpu import Choices
 
 _BLOCK = 2048
 _PLACES = tl.constexpr(1 << 24)  # above any position: a match's key is its length, then its place
 _LEAST, _MOST, _WINDOW = tl.constexpr(LEAST), tl.constexpr(MOST), tl.constexpr(WINDOW)
-_LEAST_OF_PREDICTION = tl.constexpr(LEAST_OF_PREDICTION)
 COLUMNS = 3  # of `accept`'s answer after the ids: count, done, drafted
 
 
@@ -65,15 +64,16 @@ def _propose(
     text, begin = history + slot * width, tl.maximum(place + 1 - _WINDOW, 0)
     own = _longest(text, begin, place, place, begin, BLOCK)
     prompt, foreseen = tl.load(prompts + slot), tl.load(predicted + slot)
-    likely = _longest(text, width - foreseen, width - 1, place, prompt, BLOCK)
+    likely = _longest(text, width - foreseen, width, place, prompt, BLOCK)
     answer = tl.maximum(place + 1 - prompt, 1)
-    least = tl.maximum(tl.minimum(own // _PLACES, answer), tl.minimum(_LEAST_OF_PREDICTION, answer))
-    is_likely = (likely // _PLACES >= least) & (place > 0)
-    there = is_likely | (own // _PLACES >= _LEAST)
+    least = tl.minimum(tl.maximum(own // _PLACES, _LEAST), answer)
+    is_likely = (likely // _PLACES >= least) & (likely % _PLACES + 1 < width) & (place > 0)
+    alike = tl.where(own // _PLACES >= _LEAST, own // _PLACES, 0)
+    alike = tl.where(is_likely, likely // _PLACES, alike)
     i = tl.arange(0, COUNT)
     repeated = own % _PLACES + 1 + i % tl.maximum(place - own % _PLACES, 1)
     at = tl.where(is_likely, likely % _PLACES + 1 + i, repeated)
-    tl.store(ids + slot * COUNT + i, tl.load(text + at, mask=there & (at < width), other=-1))
+    tl.store(ids + slot * COUNT + i, tl.load(text + at, mask=(i < alike) & (at < width), other=-1))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Drafts in torch: the text after the last place where a sequence had the tokens that it has at its end.
 
     tokens   a b c d e f a b c        the longest end that occurred before: a b c, at 0
-    drafts   d e f a ...              what followed it there; from the end of the text on it repeats
+    drafts   d e f                    what followed it there, as many tokens; after its end a text repeats
 
 The sampler chooses a token at each draft's position, with that position's own noise. A draft is kept where it
 is the chosen token, so drafts change no token. Prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
@@ -12,29 +12,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST, MOST = 3, 16  # tokens that must be alike; no more than MOST are compared
-LEAST_OF_PREDICTION = 2
+LEAST, MOST = 2, 16  # tokens that must be alike; no more than MOST are compared
 WINDOW = 32_768  # of the last tokens: only these are searched
 
 
 def propose(tokens: Tensor, count: int, prediction: Tensor | None = None, prompt: int = 0) -> Tensor:
-    """`count` drafts after `tokens` `[length]`, -1 where there is none: what followed the longest match of
-    the last LEAST to MOST tokens among the tokens before; of several such matches the last one counts.
+    """Up to `count` drafts after `tokens` `[length]`, then -1: what followed the longest match of the last
+    LEAST to MOST tokens among the tokens before, no more than are alike; of several such matches the last
+    one counts.
 
-    A match in `prediction` `[length]` comes first. It is of tokens after the first `prompt`, two or all of
-    them, and must not be shorter than the match among the tokens, unless it is of all tokens after
-    `prompt`."""
+    A match in `prediction` `[length]` comes first, if a token follows it. It is of tokens after the first
+    `prompt`, LEAST or all of them, and must not be shorter than the match among the tokens, unless it is of
+    all tokens after `prompt`."""
     own = tokens[-WINDOW:]
     drafts, length = torch.full((count,), -1, dtype=tokens.dtype), len(own)
     alike, end = _longest(own[:-1], own)
     answer = tokens[prompt:]
-    if prediction is not None and len(prediction) > 1 and len(answer):
-        its, at = _longest(prediction[:-1], answer)
-        if its >= max(min(LEAST_OF_PREDICTION, len(answer)), min(alike, len(answer))):
-            found = prediction[at + 1 : at + 1 + count]
+    if prediction is not None and len(prediction) and len(answer):
+        its, at = _longest(prediction, answer)
+        if its >= max(min(LEAST, len(answer)), min(alike, len(answer))) and at + 1 < len(prediction):
+            found = prediction[at + 1 : at + 1 + min(count, its)]
             drafts[: len(found)] = found
             return drafts
-    return own[end + 1 + torch.arange(count) % (length - 1 - end)] if alike >= LEAST else drafts
+    if alike >= LEAST:
+        drafts[:alike] = own[end + 1 + torch.arange(min(count, alike)) % (length - 1 - end)]
+    return drafts
 
 
 def _longest(text: Tensor, last: Tensor) -> tuple[int, int]:

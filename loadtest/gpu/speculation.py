@@ -254,7 +254,7 @@ def copies(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
     ):  # fmt: skip
         engine = build(TorchOptions(
             model_path=files.path, model_name="copies", device="cuda", slots=16, max_context=2048,
-            max_step_tokens=1024, blocks=4096, max_drafts=7, **options,
+            max_step_tokens=4096, blocks=4096, max_drafts=7, **options,
         ))  # fmt: skip
         engine.warm_up()
         for rows in (1, 8):

@@ -365,6 +365,8 @@ def plan_error(plan: messages.StepPlan, info: BackendInfo, open_slots: set[int])
     for blocks in (plan.table_blocks, plan.copy_from, plan.copy_to):
         if blocks and max(blocks) >= info.blocks:
             return f"the plan names block {max(blocks)} of {info.blocks}"
+    if (tokens := sum(plan.counts)) > info.max_step_tokens:
+        return f"the plan computes {tokens} tokens; a step of this engine has at most {info.max_step_tokens}"
     if (end := _farthest(plan.starts, plan.counts)) > info.max_context:
         return f"the plan computes token {end} of a context of {info.max_context}"
     if (end := _farthest(plan.table_first, plan.table_counts)) > -(-info.max_context // info.block_tokens):

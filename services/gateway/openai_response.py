@@ -17,12 +17,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 from zlib import crc32
 
 from pydantic import BaseModel, ValidationError
@@ -95,13 +94,12 @@ def _checksum(text: str, before: int) -> int:
     return crc32(text.encode("utf-8", "surrogatepass"), before)
 
 
-class Chunks(ABC):
+class Chunks(Protocol):
     """What an HTTP API sends of one stream."""
 
-    media_type: ClassVar = EVENTS
-    ping: ClassVar = PING  # what clients ignore, between chunks
+    media_type: ClassVar[bytes] = EVENTS
+    ping: ClassVar[bytes] = PING  # what clients ignore, between chunks
 
-    @abstractmethod
     def convert(self, prompt: int, frame: Body) -> list[str]:
         """The chunks for a frame of the stream of one prompt. Raises EngineError."""
 
@@ -109,7 +107,6 @@ class Chunks(ABC):
         """The bytes of one or more chunks, which are whole."""
         return "".join(chunks).encode("utf-8", "replace")
 
-    @abstractmethod
     def end(self, error: Body | None) -> bytes:
         """The last bytes; `error`: the body of the error that ended the stream."""
 

@@ -181,3 +181,12 @@ def test_the_vector_of_a_prompt_is_the_same_for_all_engines_with_weights(make: M
         found.append(array("f", data))
     least = 0.99999 if make().info.dtype == "f32" else 0.99  # keys and values in fp8
     assert sum(x * y for x, y in zip(*found, strict=True)) > least
+
+
+def test_drafts_change_no_token(make: Make, maker: PlanMaker) -> None:
+    wanted = alone(make, 3, 9, 7)
+    maker.open(2, PROMPT, HOT, seed=7, prediction=ints(wanted))
+    first = maker.prefill({2: len(PROMPT)}).ids[0]
+    found = maker.decode_with_drafts({2: len(PROMPT) + 1}, 9, 3)
+    assert [first, *found.ids[2]] == wanted
+    assert found.kept[2] > 0 or not maker.backend.info.max_drafts

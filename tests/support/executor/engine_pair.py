@@ -45,7 +45,7 @@ def small_engine(engine: str, folder: Path, processors: Mapping[str, MakeProcess
         TorchOptions(
             model_path=folder, model_name=KIND, device="cpu" if engine == "torch" else engine, dtype="f32",
             kv_dtype=kv_dtype or "auto", blocks=80, slots=8, threads=1, deterministic=engine == "torch",
-            processors=processors,
+            processors=processors, max_drafts=7,
         )
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ def by_definition(tokens: list[int], count: int) -> list[int]:
         for end in range(len(tokens) - 2, length - 2, -1):
             if tokens[end - length + 1 : end + 1] == tokens[len(tokens) - length :]:
                 text = tokens[end + 1 :]
-                return [text[i % len(text)] for i in range(count)]
+                return [text[i % len(text)] if i < length else -1 for i in range(count)]
     return [-1] * count
 
 
@@ -28,7 +28,8 @@ def by_definition(tokens: list[int], count: int) -> list[int]:
         ([5, 1, 2, 3, 7, 1, 2, 3, 4, 5, 1, 2, 3], [7, 1, 2]),  # the longer match
         ([8, 8, 8, 8], [8, 8, 8]),  # the text repeats from its end on
         ([3, 4, 3, 4, 3], [4, 3, 4]),
-        ([1, 2, 3, 4, 2, 3], [-1, -1, -1]),  # two tokens alike are too few
+        ([1, 2, 3, 4, 2, 3], [4, 2, -1]),  # two tokens alike: two drafts
+        ([1, 2, 3, 2], [-1, -1, -1]),  # one token alike is too few
         ([6], [-1, -1, -1]),
         ([], [-1, -1, -1]),
     ],
@@ -48,7 +49,7 @@ def test_reference_proposes_drafts_by_definition() -> None:
 @pytest.mark.parametrize(
     ("answer", "drafts"),
     [
-        ([7], [8, 9, 5]),  # the first token of the answer is enough
+        ([7], [8, -1, -1]),  # the first token of the answer is enough
         ([1, 7, 8], [9, 5, -1]),
         ([4, 8], [-1, -1, -1]),  # one token of several is too few
         ([4, 8, 9, 5], [-1, -1, -1]),  # nothing follows there

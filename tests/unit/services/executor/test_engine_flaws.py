@@ -13,6 +13,7 @@ from services.executor.engine import (
     open_error,
     plan_error,
     sequence_error,
+    trial_plan,
     without_host_work,
 )
 from services.executor.sim.engine import SimBackend, SimOptions
@@ -69,6 +70,14 @@ def test_the_long_steps_of_a_warm_up_are_steps_as_a_scheduler_may_plan_them(
     assert not open_error(opened, info)
     assert [plan_error(plan, info, {0}) for plan in plans] == ["", ""]
     assert sum(plans[0].counts) == min(max_step_tokens, (info.context - 1) // 2)
+
+
+def test_plan_of_more_tokens_than_a_step_has_is_refused() -> None:
+    info = dataclasses.replace(INFO, max_step_tokens=8, slots=4)
+    plans = [trial_plan([0, 0], counts, [1, 1]) for counts in ([4, 4], [4, 5])]
+    assert [plan_error(plan, info, {0, 1}) for plan in plans] == [
+        "", "the plan computes 9 tokens; a step of this engine has at most 8"
+    ]  # fmt: skip
 
 
 def test_a_device_without_an_engine_is_refused() -> None:
