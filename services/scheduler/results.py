@@ -162,7 +162,7 @@ def _take_back_drafts(state: State, executor: Executor, flight: InFlight, result
         is_refused = kept < drafted[row] and not result.done[row]
         s.drafting.learn(drafted[row], kept, refused=is_refused)
         s.drafting.tried_step = flight.step if is_refused else s.drafting.tried_step
-        executor.drafting.learn(s.drafting)
+        executor.drafting.learn(drafted[row], kept, refused=is_refused)
         state.counters.drafts += bool(drafted[row])
         state.counters.draft_tokens += drafted[row]
         state.counters.accepted_tokens += kept

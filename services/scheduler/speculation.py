@@ -86,7 +86,7 @@ def _wanted(state: State, executor: Executor, columns: StepColumns, rows: list[S
         return [0] * len(rows)
     fresh = [s for s in rows if s.drafting.count < 0]
     for s in fresh:
-        s.drafting.found_pm, s.drafting.kept_pm = pace.found_pm, pace.kept_pm
+        s.drafting.found_pm, s.drafting.kept_pm = pace.found_ppm // 1_000, pace.kept_ppm // 1_000
         s.drafting.tried_step = step - TRY_EVERY + TRY_FIRST
     if fresh or step - pace.chosen_step > len(rows) // 4:
         _choose(executor, columns.shape, rows)

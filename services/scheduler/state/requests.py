@@ -162,7 +162,7 @@ def add_scores(
 
 
 UNKNOWN_PM = 500  # of drafts that nothing is known of
-FAST, SLOW = 8, 64  # steps over which a share is learned: of a sequence, of an executor
+FAST, SLOW = 8, 64  # drafts over which a share is learned: of a sequence, of an executor
 
 
 @dataclass(slots=True)

@@ -149,14 +149,16 @@ class ModelExecutors:
 class DraftPace:
     """How drafts of an executor went lately: what a new sequence begins with."""
 
-    found_pm: int = requests.UNKNOWN_PM  # as of Drafting
-    kept_pm: int = requests.UNKNOWN_PM
+    found_ppm: int = 1_000 * requests.UNKNOWN_PM  # as of Drafting, per million: they change slowly
+    kept_ppm: int = 1_000 * requests.UNKNOWN_PM
     chosen_step: int = 0  # when the drafts of its rows were last chosen
 
-    def learn(self, drafting: requests.Drafting) -> None:
-        """A row of this sequence had a result."""
-        self.found_pm += (drafting.found_pm - self.found_pm) // requests.SLOW
-        self.kept_pm += (drafting.kept_pm - self.kept_pm) // requests.SLOW
+    def learn(self, drafted: int, kept: int, *, refused: bool) -> None:
+        """See Drafting.learn."""
+        self.found_ppm += ((1_000_000 if drafted else 0) - self.found_ppm) // requests.SLOW
+        for _ in range(kept):
+            self.kept_ppm += (1_000_000 - self.kept_ppm) // requests.SLOW
+        self.kept_ppm -= self.kept_ppm // requests.SLOW if refused else 0
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ class Tiered(Pipeline):
         async def connect() -> MemoryBus:
             return broker.connect()
 
-        usual = {"backend": "torch", "dtype": "f32", "l1": "64", "policy": COPY_ALL}
+        usual = {"backend": "torch", "dtype": "f32", "l1": "64", "policy": COPY_ALL, "speculate": "off"}
         flags = {"fleet": f"tiered{next(_FLEETS)}", "model": str(model), **usual, **settings}
         pipeline = cls(connect, load(flags=flags).settings, remote=remote)
         try:

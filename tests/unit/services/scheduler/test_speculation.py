@@ -17,7 +17,7 @@ from services.scheduler.speculation import _choose
 from services.scheduler.state.cost_model import CostModel
 from services.scheduler.state.counters import StepSpan, step_spans
 from services.scheduler.state.requests import Drafting
-from services.scheduler.state.state import AUTO, Executor, Limits
+from services.scheduler.state.state import AUTO, DraftPace, Executor, Limits
 from shared.kv_blocks import choice_seed
 from shared.messages import AT_DEVICE, FROM_DEVICE, Tokens
 from shared.step_model import PRESETS, StepModel, StepShape
@@ -206,6 +206,27 @@ def test_executor_type_has_graphs_if_it_bounds_the_rows_with_drafts() -> None:
     world.add_engine("e2", max_drafts=7, max_draft_rows=64)
     executors: dict[str, Executor] = world.scheduler.state.executors
     assert (executors["e1"].has_graphs, executors["e2"].has_graphs) == (False, True)
+
+
+def test_drafts_of_a_new_sequence_begin_with_what_its_executor_has_learned() -> None:
+    pace = DraftPace()
+    for _ in range(400):
+        pace.learn(3, 3, refused=False)
+    assert pace.kept_ppm > 990_000
+    for _ in range(300):
+        pace.learn(1, 0, refused=True)
+    assert pace.kept_ppm < 15_000
+    world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
+    world.add_engine(max_drafts=7, max_context=500, blocks=300)
+    world.ask("first", [5, 6, 7], 60)
+    world.run()
+    executor = world.scheduler.state.executors["e1"]
+    executor.drafting.kept_ppm = 970_000
+    before = len(world.plans)
+    world.ask("second", [5, 6, 8], 60)
+    world.run()
+    assert max(world.plans[before + 1].counts) == 8
+    check_answers(world)
 
 
 def test_step_spans_have_the_drafts_of_their_steps() -> None:
