@@ -32,6 +32,7 @@ DELETABLE = {
     "services/executor/cpu/autotune.py": "services/executor/engine.py",
     "services/executor/encoder/": "services/executor/actor.py",
     "services/executor/group/": "services/executor/actor.py",
+    "services/executor/sampling/grammar_matchers.py": "services/executor/sampling/grammar.py",
     "services/executor/speculation/": "services/executor/engine.py",
     "services/scheduler/speculation.py": "services/scheduler/step_planner.py",
     "services/tokenizer/aliases.py": "services/tokenizer/actor.py",

@@ -53,7 +53,7 @@ from services.executor.model.program import REFERENCE, Step, placed, run, steps_
 from services.executor.parallel.coroutines import CommThread, ForwardPass, run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
-from services.executor.sampling.grammar import HostRows
+from services.executor.sampling.grammar import GRAMMARS, HostRows
 from services.executor.sampling.sampler import (
     NO_TOKEN,
     Sampler,
@@ -100,7 +100,10 @@ class TorchBackend:
         device, exact = weights.norm.device, options.deterministic
         self._options, self._files = options, loaded.files
         alone = device.type == "cpu" and loaded.ranks.size * loaded.stage.count == 1
-        self.info: BackendInfo = replace(info_of(options, loaded), sleeps=alone)
+        follows = bool(GRAMMARS)
+        self.info: BackendInfo = replace(
+            info_of(options, loaded), sleeps=alone, follows_grammars=follows, reports_grammars=follows
+        )
         self._samples = loaded.stage.last
         self._comm_thread = CommThread() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
         if self._comm_thread is not None:  # collectives use the computing cores: split only where a plan asks
