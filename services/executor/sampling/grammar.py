@@ -45,10 +45,7 @@ class Grammars:
         return object.__new__(found)
 
     def __init__(
-        self,
-        load_vocabulary: Callable[[], Vocabulary],
-        vocab: int,
-        report: ReportGrammar = ignore_grammar_news,
+        self, load: Callable[[], Vocabulary], vocab: int, report: ReportGrammar = ignore_grammar_news
     ) -> None:
         """`vocab` is the width of the logits. `report` is called on any thread when the compilation for an
         open slot has ended."""

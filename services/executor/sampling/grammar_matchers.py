@@ -66,13 +66,9 @@ class CompiledGrammars(Grammars):
     """Grammars of llguidance."""
 
     def __init__(
-        self,
-        load_vocabulary: Callable[[], Vocabulary],
-        vocab: int,
-        report: ReportGrammar = ignore_grammar_news,
+        self, load: Callable[[], Vocabulary], vocab: int, report: ReportGrammar = ignore_grammar_news
     ) -> None:
-        self._compiler = GrammarCompiler(load_vocabulary, vocab)
-        self._report = report
+        self._compiler, self._report = GrammarCompiler(load, vocab), report
         self._rows: dict[int, _Row] = {}
         self._words = -(-vocab // _WORD_BITS)
 
