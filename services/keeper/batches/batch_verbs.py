@@ -250,8 +250,8 @@ def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: in
 
 
 def page_of(ids: list[str], asked: bodies.PageAsked) -> tuple[list[str], int]:
-    """Of ids, the newest first, those after `after` in the order of the page, and how many the page has at
-    most. Raises UnknownFile."""
+    """The ids after `after` in the order of the page, and how many it has at most; `ids`: the newest first.
+    Raises UnknownFile."""
     if asked.get("order") == "asc":
         ids = ids[::-1]
     if (after := asked.get("after")) is not None:
