@@ -40,6 +40,7 @@ LAYERS = {
         ("device_thread", "parallel", "sampling", "speculation"),
         ("model",),
         ("checkpoint",),
+        ("quantised",),
         ("kv_transfer", "sim"),
         ("cpu", "cuda"),
         ("encoder", "group"),

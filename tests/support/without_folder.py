@@ -33,6 +33,7 @@ DELETABLE = {
     "services/executor/encoder/": "services/executor/actor.py",
     "services/executor/group/": "services/executor/actor.py",
     "services/executor/speculation/": "services/executor/engine.py",
+    "services/executor/quantised/": "services/executor/checkpoint/stored.py",
     "services/scheduler/speculation.py": "services/scheduler/step_planner.py",
     "services/tokenizer/aliases.py": "services/tokenizer/actor.py",
     "services/tokenizer/standby.py": "services/tokenizer/actor.py",
@@ -68,7 +69,8 @@ DELETABLE = {
     "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
 }
 
-LINES = {  # one a command, and that for mistyped ones
+LINES = {  # one a command, and that for mistyped ones; one a format, and one a dtype that keeps it
+    "services/executor/quantised/": 6,
     "services/launcher/commands/chat.py": 2, "services/launcher/commands/completion.py": 2,
     "services/launcher/commands/record.py": 3, "services/launcher/commands/status.py": 3,
     "services/launcher/commands/submit.py": 4,
