@@ -456,7 +456,7 @@ class DraftState:
     """What the device has of slots whose steps may have drafts, int32."""
 
     places: Tensor  # [slots + 1], the position of the last token
-    ids: Tensor  # [slots + 1, most], the drafts of the next step, in order; negative: there is none
+    ids: Tensor  # [slots + 1, a power of two], the next step's drafts, in order; negative: there is none
     max_lengths: Tensor  # [slots + 1]
     prompts: Tensor  # [slots + 1], tokens before the answer
     predicted: Tensor  # [slots + 1], tokens that the answer may repeat: at the end of the slot's `history`

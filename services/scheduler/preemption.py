@@ -20,7 +20,8 @@ Which sequences may be victims:
 Each preemption is recorded with its reason and candidates: the blocks that each would free, the blocks that
 a tier below holds, and the predicted times to load or to recompute the rest.
 
-Computes the blocks that a sequence group needs, and the headroom: blocks that admission must leave free.
+`shortfall` computes the blocks that sequence groups lack, `headroom_blocks` those that admission must leave
+free: the headroom.
 
 Blocks for rows of the next step are never given to a group that joins: else each group that joins would
 preempt another one at once. Admission that only looks at present needs leads to many preemptions later.
@@ -34,7 +35,6 @@ With `reservation=foreseen` the peak of that curve over all such sequences must 
 Past-Future scheduler (arXiv:2507.10150); then none of them is preempted.
 
 `RecomputeCost` predicts the device time to compute tokens again, from the executor's cost model.
-
 Preemption, KV tiers and admission use it. A resumed sequence is spared for a while (`on_resume`), and the
 device time of its recomputation is compared with the prediction (`start_debt`, `on_step`).
 """

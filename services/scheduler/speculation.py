@@ -32,6 +32,7 @@ TRY_EVERY = 64  # steps after a refused draft until a row tries another one
 TRY_FIRST = 8  # steps of a sequence until it tries one
 TRY_STEPS = 2  # of TRY_EVERY, in which rows of recorded steps try one
 LEAST_PM = 5  # of a draft's probability
+PREDICTED_PM = 900  # drafts that are kept of a request with a prediction, until it is learned
 GRAPHS = (1, 3, 7)  # drafts of a row for which engines record graphs
 
 
@@ -87,6 +88,8 @@ def _wanted(state: State, executor: Executor, columns: StepColumns, rows: list[S
     fresh = [s for s in rows if s.drafting.count < 0]
     for s in fresh:
         s.drafting.found_pm, s.drafting.kept_pm = pace.found_ppm // 1_000, pace.kept_ppm // 1_000
+        if s.request.tokenized.prediction:
+            s.drafting.found_pm, s.drafting.kept_pm = PREDICTED_PM, max(PREDICTED_PM, s.drafting.kept_pm)
         s.drafting.tried_step = step - TRY_EVERY + TRY_FIRST
     if fresh or step - pace.chosen_step > len(rows) // 4:
         _choose(executor, columns.shape, rows)

@@ -513,6 +513,12 @@ def share(text: str, part: Counter, whole: Counter) -> Cell:
     return lambda facts: text.format(percent(part.grown(facts), whole.grown(facts)))
 
 
+def share_if_any(text: str, part: Counter, whole: Counter) -> Cell:
+    """The same; nothing where `whole` has not grown."""
+    shown = share(text, part, whole)
+    return lambda facts: shown(facts) if whole.grown(facts) else ""
+
+
 def percent(part: float, whole: float) -> str:
     """A share in percent; a dash if `whole` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
@@ -534,8 +540,8 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         per_second("in {}", SchedulerCounter.PREFILLED),
         per_second("out {} tok/s", SchedulerCounter.GENERATED),
         share("prefix hits {}", SchedulerCounter.PREFIX_HITS, SchedulerCounter.PREFIX_LOOKUPS),
-        share("drafts kept {}", SchedulerCounter.ACCEPTED_TOKENS, SchedulerCounter.DRAFT_TOKENS),
         lately_many("{:,} preempted", SchedulerCounter.PREEMPTIONS),
+        share_if_any("drafts kept {}", SchedulerCounter.ACCEPTED_TOKENS, SchedulerCounter.DRAFT_TOKENS),
     ),
     "executor": (per_second("{} steps/s", ExecutorCounter.STEPS),),
     "kv_offload": (
@@ -556,4 +562,4 @@ CELLS: dict[str, tuple[Cell, ...]] = {
 def cells(facts: Facts) -> list[str]:
     """The cells of a service's line; none if it starts or has failed: then its answer has no facts."""
     there = facts.get("state") in ("ready", "draining") and RECENT in facts
-    return [cell(facts) for cell in CELLS.get(facts["kind"], ())] if there else []
+    return [text for cell in CELLS.get(facts["kind"], ()) if (text := cell(facts))] if there else []

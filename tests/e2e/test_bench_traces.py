@@ -1,7 +1,8 @@
 """The public traces replayed over NATS: the server finds in its cache what the trace repeats, to the token.
 At full length on the simulated engine.
 
-The later of two requests that follow each other closely may be first there: it computes, the other hits.
+The later of two requests that follow each other closely may reach the scheduler first: then it computes the
+blocks, and the earlier request hits them.
 """
 
 from __future__ import annotations

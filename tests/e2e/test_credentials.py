@@ -42,11 +42,11 @@ def guarded(users: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
     arguments = ("--auth", str(users), "--event-log", "nats")
     with running_up(tmp_path_factory.mktemp("up"), *arguments, HEADRACE_HTTP="127.0.0.1:0") as up:
         yield up
-        assert "ermissions" not in up.log.read_text()  # no service ever wanted more than it may
+        assert "ermissions" not in up.log.read_text()  # no service was refused a subject
 
 
 class Client:
-    """A plain nats-py client of one tenant; what it was refused."""
+    """A plain nats-py client of one tenant; `refused`: the errors of the nats-server."""
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -97,7 +97,7 @@ def http_status(url: str, key: str) -> int:
 
 
 def test_client_without_a_key_of_its_own_is_refused(guarded: Up, users: Path) -> None:
-    """Though no setting names the keys: those in the folder hold."""
+    """The keys in the folder hold, though no setting names them."""
     paths = {name: users / name / "api_key" for name in ("tenants/acme", "operator")}
     keys = ["", "junk", *(path.read_text().strip() for path in paths.values())]
     root = guarded.http_url.removesuffix("/v1")
@@ -120,7 +120,7 @@ def ask_http(up: Up, users: Path, tenant: str, prompt: str) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
-async def test_an_api_key_is_its_tenant(guarded: Up, users: Path) -> None:
+async def test_api_key_gives_the_cache_of_its_tenant(guarded: Up, users: Path) -> None:
     prompt = f"Over HTTP: {PROMPT}"
     async with tenant(guarded, users, "acme") as acme:
         await acme.ask("acme", prompt=prompt)
@@ -152,14 +152,10 @@ async def test_no_service_carries_an_answer_into_anothers_inbox(guarded: Up, use
                 subject = f"headrace.v1.{verb}.acme.{model}"
                 await acme.nc.publish(subject, body, reply="_INBOX.bob.client.1")
         await acme.nc.publish("headrace.v1.models.acme", b"", reply="_INBOX.bob.client.1")
-        for verb in (
-            "models.acme",
-            f"tokenize.acme.{MODEL}",
-            f"generate.acme.{MODEL}",
-        ):  # each after the forged one
-            assert (
-                await acme.nc.request(f"headrace.v1.{verb}", b'{"prompt":"x","max_tokens":9}', timeout=120)
-            ).data
+        for verb in ("models.acme", f"tokenize.acme.{MODEL}", f"generate.acme.{MODEL}"):
+            # each answer comes after the one to the forged request
+            data = b'{"prompt":"x","max_tokens":9}'
+            assert (await acme.nc.request(f"headrace.v1.{verb}", data, timeout=120)).data
         await bob.nc.flush()
         assert forged.pending_msgs == 0
         assert acme.refused == []
@@ -241,7 +237,9 @@ def test_a_service_without_its_credentials_does_not_start(
     assert "`headrace auth`" in ended.stderr
 
 
-def test_a_health_check_looks_at_the_process_itself(guarded: Up, users: Path, tmp_path: Path) -> None:
+def test_health_check_fails_while_its_own_process_is_absent_hung_or_stopped(
+    guarded: Up, users: Path, tmp_path: Path
+) -> None:
     env = {
         **guarded.env,
         "HEADRACE_CONFIG": str(users / "detokenizer" / "headrace.toml"),
@@ -305,7 +303,7 @@ def test_a_host_joins_with_the_credentials_of_its_own_services_alone(
     host = starter(tmp_path, [])(*join)
     assert "  joined as:  host beta" in host.printed
     kinds: list[str] = []
-    while kinds != ["executor", "kv_offload"]:  # it is ready without the latter
+    while kinds != ["executor", "kv_offload"]:  # the host is ready before its kv_offload is
         found = json.loads(run(guarded, "status", "--json").stdout)["services"]
         kinds = sorted(s["kind"] for s in found if s["host"] == "beta")
     assert host.stop(signal.SIGTERM) == 0

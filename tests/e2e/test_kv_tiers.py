@@ -68,7 +68,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.mark.timeout(120)
-def test_executors_and_hosts_share_and_tenants_do_not(hosts: Hosts) -> None:
+def test_executors_and_hosts_share_blocks_and_tenants_do_not(hosts: Hosts) -> None:
     asyncio.run(sharing(hosts))
 
 
@@ -192,22 +192,19 @@ async def damaged(hosts: Hosts, number: int, damage: Callable[[Redis, list[bytes
     with Redis(port=hosts.redis.port) as redis:
         damage(redis, names)
     async with traffic_to(hosts.far, hosts.model) as far:
-        seen = await refused(far)
+        seen = await damaged_values(far)
         answers = [await far.ask(number)]
         assert answers[0].cached_tokens == 0
-        while await refused(far) == seen:
+        while await damaged_values(far) == seen:
             assert len(answers) < ASKS, "what L2 holds was never looked at"
             await forget(far, number * ASKS + len(answers))
             answers.append(await far.ask(number))
         assert_same([*answers, await far.ask(number)], reference)
 
 
-async def refused(traffic: Traffic) -> int:
-    return counted((await traffic.services())["kv_offload"])
-
-
-def counted(store: dict[str, dict[str, dict[str, int]]]) -> int:
-    """Values that kv_offload has found damaged, or lost."""
+async def damaged_values(traffic: Traffic) -> int:
+    """How many values kv_offload has found damaged, or lost."""
+    store: dict[str, dict[str, dict[str, int]]] = (await traffic.services())["kv_offload"]
     return store["tiers"]["l2"]["corrupt"] + store["keys"]["asked"]["absent"]
 
 
@@ -224,8 +221,8 @@ INSIDE = "KV_TIERS_WITHOUT_NETWORK"
 
 
 def test_control_messages_stay_small_and_no_network_connection_is_made(tmp_path: Path) -> None:
-    """Prompts of as many blocks as one lookup may name, of which device memory holds one. Where there is no
-    network at all, unless the kernel forbids such namespaces."""
+    """Prompts have as many blocks as one lookup may name; device memory holds one of them. Runs in a namespace
+    without a network, unless the kernel forbids that."""
     if (
         INSIDE not in os.environ
         and subprocess.run([*NO_NETWORK, "true"], capture_output=True).returncode == 0
@@ -262,5 +259,5 @@ async def long_prompts(up: Up) -> None:
         largest = {kind: size for kind, size in traffic.largest.items() if kind.startswith("Kv")}
     assert {"KvLookup", "KvFound", "KvReserve", "KvReserved", "KvCopy", "KvCopied", "KvCommit", "KvStored",
             "KvPrefetch", "KvReady", "KvRelease"} <= set(largest)  # fmt: skip
-    assert largest["KvLookup"] > 32 * 900, "a message as large as they come"
+    assert largest["KvLookup"] > 32 * 900, "a lookup names nearly all blocks of a prompt"
     assert max(largest.values()) < MOST_MESSAGE_BYTES, largest

@@ -1,5 +1,5 @@
 """Sequences move while they run: from executors that are rolled, and from those that only prefill. Nothing is
-lost, and every answer stays the same.
+lost, and every answer is that of a calm executor without drafts.
 
 `HEADRACE_HANDOVER_MODEL=smollm2-135m-instruct` hands over sequences of that model and not of a
 small random one.
@@ -26,10 +26,10 @@ from shared.client.client import Client
 MODEL = "smollm2-135m-instruct"
 PATIENT_S = 240  # a guard against hanging
 HANDED_OVER = os.environ.get("HEADRACE_HANDOVER_MODEL", "")
-SIM: dict[str, Any] = {"sim": "step=1000,token=30", "l1": "64"}
+SIM: dict[str, Any] = {"sim": "step=1000,token=30,accept=60", "speculate": "3", "l1": "64"}
 REAL: dict[str, Any] = {
     "backend": "torch", "dtype": "f32", "deterministic": True, "model_name": "tiny", "kv_blocks": 200,
-    "slots": 16, "max_context": 512, "step_tokens": 32, "l1": "64",
+    "slots": 16, "max_context": 512, "step_tokens": 32, "l1": "64", "speculate": "4",
     "slo": "standard=0/100/0",  # no request is refused on a slow machine
 }  # fmt: skip
 LONG = [3 + 7 * at % (VOCAB - 3) for at in range(320)]
@@ -88,13 +88,14 @@ async def test_three_executors_one_after_the_other() -> None:
          "max_tokens": 300 + 20 * number, "ignore_eos": True}
         for number in range(16)
     ]  # fmt: skip
-    expected = await answers(pipeline, "calm", asked)
+    expected = await answers(pipeline, "calm", [{**body, "speculate": False} for body in asked])
     asking = asyncio.create_task(answers(pipeline, "rolled", asked))
     for name in ("executor-1", "executor-2", "executor-3"):
         await roll(pipeline, name)
     assert await asking == expected
     counters = state_of(pipeline).counters
     assert counters.moves >= 16
+    assert counters.accepted_tokens > 1_000
     assert counters.loads > 0
     assert counters.finished.get("error", 0) == 0
     await pipeline.assert_idle()
@@ -107,9 +108,13 @@ async def test_choices_grammars_log_probabilities_and_long_prompts(victim: str, 
     model = write_small_llama(tmp_path / "tiny", hidden=64, layers=2)
     pipeline = await fleet_of(f"real-{victim}", 2, model=str(model), **REAL)
     asked = [{"model": "tiny", "ignore_eos": "structured_outputs" not in body, **body} for body in ASKED]
-    expected = await answers(pipeline, "calm", asked)
+    expected = await answers(pipeline, "calm", [{**body, "speculate": False} for body in asked])
     state = state_of(pipeline)
-    asking = asyncio.create_task(answers(pipeline, "rolled", asked))
+    predicted = [
+        {**body, "prediction": {"type": "content", "content": choices[0]["text"]}}
+        for body, choices in zip(asked, expected, strict=True)
+    ]
+    asking = asyncio.create_task(answers(pipeline, "rolled", predicted))
     await pipeline.until(lambda: any(s.generated > 2 for e in state.executors.values() for s in e.running))
     busiest = max(state.executors, key=lambda name: len(state.executors[name].running))
     leaving = asyncio.create_task(pipeline.runtimes[busiest].finish(PATIENT_S))
@@ -120,6 +125,7 @@ async def test_choices_grammars_log_probabilities_and_long_prompts(victim: str, 
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     pipeline.runtimes.pop(busiest, None)
+    assert state.counters.accepted_tokens > 0
     assert state.counters.finished.get("error", 0) == 0
     await pipeline.stop()
 
@@ -133,7 +139,7 @@ async def test_sequences_move_from_prefill_to_decode_executors(
     model = HANDED_OVER or str(write_small_llama(tmp_path / "tiny", hidden=64, layers=2))
     pipeline = await fleet_of(f"apart-{victim}", 2, model=model, **REAL)
     asked = [{"model": "tiny", "ignore_eos": "structured_outputs" not in body, **body} for body in ASKED]
-    expected = await answers(pipeline, "calm", asked)
+    expected = await answers(pipeline, "calm", [{**body, "speculate": False} for body in asked])
     state = state_of(pipeline)
     await pipeline.until(lambda: all(e.pool.write_back for e in state.executors.values()))
     monkeypatch.setattr(roles, "PERIOD_US", 0)

@@ -60,6 +60,7 @@ MODES: dict[str, dict[str, Any]] = {
         "overlap": "two_batch", "policy": "batching=prefill_first,reservation=reserve"
     },
     "too few blocks": {"kv_blocks": 8, "slots": 8},
+    "drafts": {"speculate": "8"},
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from shared.messages import Tokenized, Tokens, floats, ints
 from shared.nats import subjects
 
 CHECKPOINT_S = 0.1
-GROWN, GROWTH = 64, 8  # new tokens: at least so many, and this part of all tokens with the prompt
+GROWN, GROWTH = 64, 8  # new tokens: at least GROWN, and 1/GROWTH of all tokens with the prompt
 EACH_US = 1_000_000
 TOKENS_A_SECOND = 4_096  # 16 kB a second for a request
 MOST_A_TURN = 64  # checkpoints, of some 50 µs each

@@ -28,7 +28,6 @@ from torch.cuda import Event
 from kernels.attention.decode import DecodeRows
 from kernels.attention.prefill import PrefillSplit, PrefillTiles, PrefillTuning, parts_room, tile_queries
 from kernels.drafts.gpu import propose
-from kernels.drafts.ref import MOST
 from kernels.elementwise.gpu import (
     AT_PLACE,
     FROM_DEVICE,
@@ -58,7 +57,7 @@ DENSE_TOKENS = 1024  # from here on cuDNN, which reads no block table, attends a
 DENSE_STEP = 512  # cuDNN attends multiples of this: it plans each length once, which takes 80 ms
 RING = 8  # steps with inputs or answers in pinned memory at once: more than are ever in flight
 LONG_TOKENS = 4096
-DRAFTS = (1, 3, 7)  # of each row of a step: its graphs
+DRAFTS = (1, 3, 7)  # of each row of a step: its graphs; a row has a power of two of tokens
 MAX_DRAFT_ROWS = 64  # in a step with drafts
 _CHUNKS = 32  # in a mixed graph besides decodes: each may end in a tile that is not full
 
@@ -484,7 +483,7 @@ class CudaSlots:
         found = None
         if drafts:
             history = torch.zeros(rows, max_context + 1, dtype=torch.int32, device=device)
-            ids = torch.full((rows, MOST), NO_TOKEN, dtype=torch.int32, device=device)
+            ids = torch.full((rows, 1 + DRAFTS[-1]), NO_TOKEN, dtype=torch.int32, device=device)
             found = DraftState(part["place"], ids, part["length"], part["prompt"], part["predicted"], history)
         self.state = SlotState(part["table"].view(rows, table_blocks), part["last"], part["done"], found)
         # Tokens and predictions of slots that the device's history lacks.

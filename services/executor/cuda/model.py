@@ -287,6 +287,7 @@ class Products(Protocol):
 
 
 def products_of(tuning: DeviceTuning, device: torch.device) -> Products:
+    """The products of an engine on this device, by its tuning."""
     if tuning.by_row:
         return _by_row(tuning, torch.cuda.get_device_properties(device).multi_processor_count)
     return _tuned(tuning)

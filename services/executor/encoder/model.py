@@ -295,7 +295,7 @@ class Encoder:
         if pooling not in _POOLINGS:
             raise SetupError(f"{folder}: {pooling} is not supported for vectors")
         self.shapes = shapes = read_shapes(folder)
-        self._pooling, self._alone = _POOLINGS[pooling], deterministic
+        self._pooling, self._one_by_one = _POOLINGS[pooling], deterministic
         tensors = _Tensors(folder, shapes)
         self._words, self._positions, types, self._norm, self._norm_bias = (
             tensors.read(part, -1, like) for part in ("words", "positions", "types", "norm", "norm_bias")
@@ -321,7 +321,7 @@ class Encoder:
 
     def vectors(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """The vectors `[texts, hidden]` of texts, which are their token ids."""
-        if self._alone:
+        if self._one_by_one:
             return torch.cat([self._vectors([text]) for text in texts])
         return self._vectors(texts)
 

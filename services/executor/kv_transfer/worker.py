@@ -181,8 +181,8 @@ class CopyWorker:
     def _finish(self, job: _Job, copied: KvCopied) -> None:
         with self._changed:
             self._running, self.since_us = None, 0
-            of_now = job.epoch == self._epoch
-        if not of_now:
+            is_current = job.epoch == self._epoch
+        if not is_current:
             self._callbacks.on_idle()
         elif not self._closed:
             self._callbacks.on_copied(job.epoch, copied)
@@ -313,8 +313,8 @@ class CopyRate:
 
 
 def on_loop(mailbox: Mailbox, handler: Callable[P, None]) -> Callable[P, None]:
-    """What calls an actor's `handler` on the running event loop, for other threads. It does nothing once the
-    loop is closed."""
+    """A function for other threads that calls an actor's `handler` on the running event loop. It does nothing
+    once the loop is closed."""
     loop, guarded = asyncio.get_running_loop(), mailbox.guarded(handler)
 
     def later(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -338,10 +338,10 @@ class ArenaTransfers:
         backend: Backend,
         mailbox: Mailbox,
         host_id: str,
-        quiet: Callable[[], None],
+        on_idle: Callable[[], None],
         computing: Callable[[], bool],
     ) -> None:
-        """`quiet` is called when the last copy of an earlier incarnation has ended; `computing`: whether a
+        """`on_idle` is called when the last copy of an earlier incarnation has ended; `computing`: whether a
         step is running."""
         self._info = backend.info
         self._mailbox = mailbox
@@ -351,7 +351,7 @@ class ArenaTransfers:
         self._owner, self._since = "", 0  # the kv_offload that owns the arena, and its epoch
         callbacks = CopyCallbacks(
             on_copied=on_loop(mailbox, self._on_copied),
-            on_idle=on_loop(mailbox, quiet),
+            on_idle=on_loop(mailbox, on_idle),
             on_unmapped=on_loop(mailbox, self._on_unmapped),
         )
         self.worker = CopyWorker(backend.copier, mailbox.clock, callbacks, computing)

@@ -25,7 +25,7 @@ REPEATS = 3
 _STRIDE = 7919  # a prime: spreads the tokens over the vocabulary
 NEVER = 1 << 30
 MARGIN = 0.98  # two streams must need less than this share of one stream's time: the rest is noise
-Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and split
+Times = dict[int, tuple[float, float]]  # by tokens: a step's ns, whole and split
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _has_room(info: BackendInfo, tokens: int) -> bool:
 
 
 def _times(backend: Backend, tokens: int, now_ns: Callable[[], int]) -> tuple[float, float]:
-    """The median times of a step, whole and split, without the first of each."""
+    """The median times of a step in ns, whole and split, without the first of each."""
     opened, plan = _step(backend.info, tokens)
     taken: tuple[list[int], list[int]] = ([], [])
     for _ in range(1 + REPEATS):

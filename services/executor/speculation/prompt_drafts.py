@@ -47,7 +47,7 @@ class PromptDrafts:
     def draft(self, slots: Sequence[int], most: int) -> _Tokens:
         drafts = np.full((len(slots), most), NO_DRAFT, np.int32)
         for row, slot in enumerate(slots):
-            if slot not in self._predictions and not occurs(self._tokens(slot)):
+            if slot not in self._predictions and not is_repeated(self._tokens(slot)):
                 continue
             known = np.frombuffer(self._tokens(slot), np.int32)  # dropped before the array grows
             found, length = following(known[-WINDOW:], most, LEAST)
@@ -61,7 +61,7 @@ class PromptDrafts:
         return drafts
 
 
-def occurs(tokens: Ints) -> bool:
+def is_repeated(tokens: Ints) -> bool:
     """Whether the last LEAST tokens occur earlier. It takes less time than `following`, and most rows of most
     steps have no drafts."""
     data = tokens.tobytes()

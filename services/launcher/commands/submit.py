@@ -25,7 +25,7 @@ from shared.nats import subjects
 from shared.nats.interface import NoResponders, RequestTimeout
 
 RESULT_POLL_S = 2.0  # between two looks of `--wait`, for news that were missed
-TRIES, AGAIN_S = 13, 0.25  # three seconds: the keeper is the last service that `up` starts
+TRIES, RETRY_S = 13, 0.25  # three seconds: the keeper is the last service that `up` starts
 NO_KEEPER = (
     "no keeper answers: is `headrace up` running, without `--no-durable`? `headrace status` shows what runs"
 )
@@ -77,7 +77,7 @@ async def _asked(client: Client, subject: str, body: Mapping[str, Any] | None = 
     for left in reversed(range(TRIES)):
         with suppress(NoResponders):
             return await client.request(subject, body)
-        await asyncio.sleep(AGAIN_S if left else 0)
+        await asyncio.sleep(RETRY_S if left else 0)
     raise Unavailable(NO_KEEPER)
 
 
@@ -165,7 +165,7 @@ def _print(body: dict[str, Any], indent: int | None = None) -> None:
 
 
 def submit_command(parser: argparse.ArgumentParser) -> None:
-    """Its arguments."""
+    """The arguments of `headrace submit`."""
     add = parser.add_argument
     add("prompt", nargs="?", help="the question; or a request with --file")
     add("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
@@ -194,7 +194,7 @@ def _on_submit(given: argparse.Namespace) -> None:
 
 
 def result_command(parser: argparse.ArgumentParser) -> None:
-    """Its arguments."""
+    """The arguments of `headrace result`."""
     add = parser.add_argument
     add("id", type=_request_id, help="the id that `submit` has printed")
     add("--wait", action="store_true", help="wait until it has ended")
@@ -208,13 +208,13 @@ def _on_result(given: argparse.Namespace) -> int:
 
 
 def attach_command(parser: argparse.ArgumentParser) -> None:
-    """Its arguments."""
+    """The arguments of `headrace attach`."""
     parser.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
     parser.set_defaults(run=lambda given: asyncio.run(attach(find_target(load(given)), given.id)))
 
 
 def request_command(parser: argparse.ArgumentParser) -> None:
-    """Its arguments."""
+    """The arguments of `headrace request`."""
     add = parser.add_argument
     add("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
     add("-f", "--file", type=Path, help="read the request from a file")

@@ -1,6 +1,6 @@
-"""Prompt chunks whose KV several programs walk, against the torch reference in float64: wherever KV is cut.
+"""Attention of prompt chunks whose KV several programs read, a part each: against torch in float64.
 
-On a GPU: pytest of this file; else in Triton's interpreter, with small shapes.
+Runs on a GPU where there is one, else in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def room_of(kv_heads: int, dim: int) -> PartsRoom:
 
 
 def attended(
-    query: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, chunks: list[Chunk], each: int
+    query: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, chunks: list[Chunk], longest: int
 ) -> torch.Tensor:
-    """Attention of `chunks`, their KV in parts of up to `each` tiles, with entries to spare as in a graph."""
+    """Attention of `chunks`, their KV in parts of up to `longest` tiles, with entries to spare as in a graph."""
     heads, kv_heads, dim = query.shape[1], kv.shape[4], query.shape[2]
     tiles = tiles_of(tuple(chunks), tile_queries(heads, kv_heads, TUNING))
     lengths = (-(-(tiles[2] + tiles[3]) // TUNING.tile_tokens)).tolist()
-    found = in_parts(tiles, lengths, each)
+    found = in_parts(tiles, lengths, longest)
     assert found.shape[1] <= ENTRIES
     spare = np.zeros((7, SPARE_ENTRIES), dtype=np.int32)
     columns = torch.from_numpy(np.concatenate((found, spare), axis=1)).to(DEVICE)
     out = torch.full_like(query, torch.nan)
     split = PrefillSplit(columns[4], columns[5], columns[6], room_of(kv_heads, dim))
-    named = PrefillTiles(columns[0], columns[1], columns[2], columns[3], tables, split)
-    attend_prefill(query, kv, 1, named, TUNING, out)
+    split_tiles = PrefillTiles(columns[0], columns[1], columns[2], columns[3], tables, split)
+    attend_prefill(query, kv, 1, split_tiles, TUNING, out)
     return out
 
 
@@ -89,13 +89,15 @@ def chunks_of(cut: str) -> tuple[list[Chunk], int]:
 @pytest.mark.parametrize(
     ("cut", "shape"), zip(CUTS, [(9, 3, 24), (8, 2, 16)] * (len(CUTS) // 2), strict=True), ids=str
 )
-def test_parts_make_up_the_whole(cut: str, shape: tuple[int, int, int]) -> None:
+def test_prefill_in_parts_equals_the_reference_wherever_kv_is_cut(
+    cut: str, shape: tuple[int, int, int]
+) -> None:
     heads, kv_heads, dim = shape
-    chunks, each = chunks_of(cut)
+    chunks, longest = chunks_of(cut)
     last = chunks[-1].first + chunks[-1].count
     kv, tables = normal(BLOCKS, LAYERS, 2, BLOCK, kv_heads, dim), shuffled(4)
     query = normal(last + 2, heads, dim, seed=2)
-    found = attended(query, kv, tables, chunks, each)
+    found = attended(query, kv, tables, chunks, longest)
     for chunk in chunks:
         rows = slice(chunk.first, chunk.first + chunk.count)
         assert_near(found[rows], query[rows], kv, tables[chunk.slot], chunk.start)
@@ -104,7 +106,7 @@ def test_parts_make_up_the_whole(cut: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_more_parts_than_are_merged_at_a_time(dtype: torch.dtype) -> None:
+def test_prefill_equals_the_reference_with_more_parts_than_are_merged_at_a_time(dtype: torch.dtype) -> None:
     """SmolLM2's heads; 19 parts, of which 16 are merged at a time."""
     kv = normal(BLOCKS, LAYERS, 2, BLOCK, 3, 64).to(dtype)
     query, table = normal(3, 9, 64, seed=2).to(dtype), shuffled(1)
@@ -112,7 +114,7 @@ def test_more_parts_than_are_merged_at_a_time(dtype: torch.dtype) -> None:
     assert_near(found, query, kv, table[0], 297)
 
 
-def test_plan_gives_the_same_bits_and_whole_tiles_equal_tiles_without_splits() -> None:
+def test_prefill_in_parts_repeats_its_bits_and_whole_tiles_equal_tiles_without_splits() -> None:
     kv, tables = normal(BLOCKS, LAYERS, 2, BLOCK, 3, 24), shuffled(4)
     query = normal(16, 9, 24, seed=2)
     chunks = [Chunk(0, 0, 60, 4), Chunk(2, 4, 3, 12)]
@@ -126,7 +128,7 @@ def test_plan_gives_the_same_bits_and_whole_tiles_equal_tiles_without_splits() -
     assert far(found, plain) < 1e-5
 
 
-def test_layout_with_the_querys_own_bits_takes_no_splits() -> None:
+def test_layout_with_one_loop_refuses_split_tiles() -> None:
     none = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     split = PrefillSplit(none, none, none, room_of(3, 24))
     query, kv = normal(1, 9, 24), normal(BLOCKS, LAYERS, 2, BLOCK, 3, 24)

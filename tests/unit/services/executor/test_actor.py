@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from support.actor_fleet import Fleet, Hand, watched_fleet
 
-from services.executor.actor import STUCK_US, ExecutorActor
+from services.executor import actor as executor_actor
+from services.executor.actor import STUCK_US, THREADS_A_CORE, ExecutorActor, engine_builder
 from services.executor.engine import Alarm, Backend, BackendInfo, EngineGone, Pending
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.membership import TOKENS
 from shared.actor.runtime import HeartbeatPayload, Runtime
+from shared.config import Settings
 from shared.errors import EngineError, SetupError
 from shared.messages import (
     ExecHello,
@@ -41,7 +43,7 @@ from shared.messages import (
 
 
 class HandScheduler(Hand):
-    """Sends the executor a test's messages."""
+    """A scheduler by hand: it sends the executor the messages of a test."""
 
     def __init__(self, model: str = "m", requests: int = 0) -> None:
         super().__init__("scheduler")
@@ -95,7 +97,7 @@ def plan(epoch: int, step: int, slot: int = 0, start: int = 0, count: int = 2) -
 async def test_an_incarnation_is_never_older_than_its_process(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, set_s: int
 ) -> None:
-    """By its epoch the scheduler judges whether a death that it blamed on requests was one."""
+    """From an older one the scheduler would conclude that another process is back, so that the first died."""
 
     def build() -> Backend:
         before_us = fleet.clock.wall_us()  # the clock is set while the model is loaded
@@ -130,7 +132,7 @@ async def test_executor_repeats_its_hello_until_it_is_welcomed(fleet: Fleet) -> 
 
 
 async def test_executors_process_settles_before_its_hello(fleet: Fleet) -> None:
-    """The answer to a hello is work, and settling takes longer than a load of KV blocks."""
+    """Work comes as soon as the hello is answered, and would wait for the garbage collection."""
     hand, chosen = HandScheduler(), list[object]()
     await fleet.started(hand, "s")
     actor = ExecutorActor(lambda: SimBackend(SimOptions(model="m", timing="step=0")), "host-7")
@@ -163,8 +165,8 @@ async def test_executor_that_is_kept_out_logs_the_reason_and_repeats_its_hello(
     assert "kept_out" not in actor.status()
 
 
-class Speaker(Hand):
-    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which sends none."""
+class TextActor(Hand):
+    """A tokenizer or detokenizer with this digest of its tokens; 0: of an earlier version, which sends none."""
 
     def __init__(self, kind: str, number: int) -> None:
         super().__init__(kind)
@@ -174,23 +176,23 @@ class Speaker(Hand):
         return HeartbeatPayload(model="m", load=((TOKENS, self.number),) if self.number else ())
 
 
-def speaking(digest: str = f"{7:012x}") -> SimBackend:
-    class Speaking(SimBackend):
+def with_tokens_digest(digest: str = f"{7:012x}") -> SimBackend:
+    class WithTokensDigest(SimBackend):
         @property
         def info(self) -> BackendInfo:
             return dataclasses.replace(super().info, tokens_digest=digest)
 
-    return Speaking(SimOptions(model="m", timing="step=0"))
+    return WithTokensDigest(SimOptions(model="m", timing="step=0"))
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "detokenizer"])
 async def test_executor_does_not_join_while_its_token_ids_differ_from_the_fleets(
     fleet: Fleet, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hand, speaker = HandScheduler(), Speaker(kind, 8)
+    hand, text_actor = HandScheduler(), TextActor(kind, 8)
     await fleet.started(hand, "s")
-    speaker_runtime = await fleet.started(speaker, "p")
-    actor, runtime = await executor(fleet, speaking)
+    text_runtime = await fleet.started(text_actor, "p")
+    actor, runtime = await executor(fleet, with_tokens_digest)
     for _ in range(3):
         runtime.upkeep()
         await fleet.broker.settle()
@@ -198,8 +200,8 @@ async def test_executor_does_not_join_while_its_token_ids_differ_from_the_fleets
     why = f"its tokens are not those of {kind}.p: the files of 'm' are not those with which that one was"
     assert str(actor.status()["kept_out"]).startswith(why)
     assert caplog.text.count("it does not join: its tokens are not those") == 1
-    speaker.number = 7
-    speaker_runtime.send_heartbeat()
+    text_actor.number = 7
+    text_runtime.send_heartbeat()
     await fleet.broker.settle()
     runtime.upkeep()
     hello = await hand.until(ExecHello)
@@ -209,15 +211,15 @@ async def test_executor_does_not_join_while_its_token_ids_differ_from_the_fleets
 
 
 async def test_serving_executor_ends_when_the_fleet_has_other_token_ids(fleet: Fleet) -> None:
-    hand, speaker = HandScheduler(), Speaker("detokenizer", 7)
+    hand, text_actor = HandScheduler(), TextActor("detokenizer", 7)
     await fleet.started(hand, "s")
-    speaker_runtime = await fleet.started(speaker, "p")
-    actor, _ = await executor(fleet, speaking)
+    text_runtime = await fleet.started(text_actor, "p")
+    actor, _ = await executor(fleet, with_tokens_digest)
     hand.deliver(ExecWelcome(exec_epoch=(await hand.until(ExecHello)).exec_epoch))
     await fleet.broker.settle()
     actor.upkeep()
-    speaker.number = 8
-    speaker_runtime.send_heartbeat()
+    text_actor.number = 8
+    text_runtime.send_heartbeat()
     await fleet.broker.settle()
     with pytest.raises(SetupError, match=r"its tokens are not those of detokenizer\.p"):
         actor.upkeep()
@@ -229,8 +231,8 @@ async def test_executor_joins_a_fleet_with_the_same_or_no_vocabulary_digest(
 ) -> None:
     hand = HandScheduler()
     await fleet.started(hand, "s")
-    await fleet.started(Speaker("tokenizer", number), "p")
-    await executor(fleet, lambda: speaking(digest))
+    await fleet.started(TextActor("tokenizer", number), "p")
+    await executor(fleet, lambda: with_tokens_digest(digest))
     await hand.until(ExecHello)
 
 
@@ -247,7 +249,7 @@ async def test_executor_waits_for_a_scheduler(fleet: Fleet) -> None:
 async def test_a_draining_scheduler_gets_its_executor_back_if_it_is_the_only_one(
     fleet: Fleet, another: bool
 ) -> None:
-    """Its last requests cannot end without one."""
+    """Its last requests cannot end without an executor."""
     draining, ready = HandScheduler(), HandScheduler()
     if another:
         await fleet.started(ready, "r")
@@ -262,7 +264,7 @@ async def test_a_draining_scheduler_gets_its_executor_back_if_it_is_the_only_one
     assert len(draining.of(ExecHello)) == (0 if another else 1)
 
 
-async def test_only_a_scheduler_of_its_own_model_gets_it(fleet: Fleet) -> None:
+async def test_executor_joins_only_a_scheduler_of_its_own_model(fleet: Fleet) -> None:
     """Neither at the start, nor later, nor when its own has gone, nor when the other one drains."""
     before, after, own = HandScheduler("other"), HandScheduler("other"), HandScheduler()
     leaving = await fleet.started(before, "a")
@@ -297,12 +299,14 @@ class Colleague(Hand):
     [((0, 0, 0), "b"), ((0, 2, 0), "b"), ((3, 2, 0), "a"), ((0, 0, 4), "c")],
     ids=[
         "the one that others have chosen",
-        "also with requests",
+        "also if that one has requests",
         "one whose requests no executor computes",
-        "so",
+        "the last of three, with such requests",
     ],
 )
-async def test_a_second_scheduler_stands_by(fleet: Fleet, requests: tuple[int, ...], wanted: str) -> None:
+async def test_executor_joins_the_scheduler_of_others_unless_another_has_requests_and_no_executor(
+    fleet: Fleet, requests: tuple[int, ...], wanted: str
+) -> None:
     for name, count in zip("abc", requests, strict=True):
         await fleet.started(HandScheduler(requests=count), name)
     await fleet.started(Colleague("b"), "e0")
@@ -391,7 +395,7 @@ async def test_a_reset_may_name_another_scheduler(fleet: Fleet, there: bool) -> 
     assert len(hand.of(ExecHello)) == (1 if there else 2)
 
 
-async def test_a_late_result_of_a_past_incarnation_stays_here(fleet: Fleet) -> None:
+async def test_a_late_result_of_a_past_incarnation_is_not_sent(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     late = StepResult(exec_epoch=hello.exec_epoch - 1, step=1, ids=ints(), done=ints())
     actor._on_result(late)
@@ -506,16 +510,16 @@ class Stuck(SimBackend):
         return super().forward(plan)
 
 
-@pytest.mark.parametrize("news", ["_on_result", "_on_grammar"])
-async def test_malformed_report_of_the_device_fails_the_executor(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, news: str
+@pytest.mark.parametrize("handler", ["_on_result", "_on_grammar"])
+async def test_an_exception_in_a_report_of_the_device_fails_the_executor(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, handler: str
 ) -> None:
     """Its scheduler would wait for that step, or that grammar, for ever."""
 
     def broken(self: ExecutorActor, message: Message) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(ExecutorActor, news, broken)
+    monkeypatch.setattr(ExecutorActor, handler, broken)
     actor, hand, hello = await welcomed(fleet)
     hand.deliver(opened(), plan(hello.exec_epoch, 1))
     actor._grammar_news.report(GrammarReady(slot=0, generation=1, compile_us=1))
@@ -633,26 +637,20 @@ async def test_an_engine_that_is_built_after_a_signal_is_dropped(
 
 
 async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.executor import actor as executor_actor
-
     made: dict[str, Any] = {}
     monkeypatch.setattr(
-        executor_actor, "engine_builder", lambda *given: made.update(zip("san", given, strict=True))
+        executor_actor,
+        "engine_builder",
+        lambda *given: made.update(zip(("settings", "alarm", "news"), given, strict=True)),
     )
-    from shared.config import Settings
-
     settings = Settings(host_id="h9")
     actor = executor_actor.build(settings)
     assert actor._host_id == "h9"
-    assert made["s"] is settings
-    assert (made["a"], made["n"]) == (actor._alarm, actor._grammar_news)
+    assert made["settings"] is settings
+    assert (made["alarm"], made["news"]) == (actor._alarm, actor._grammar_news)
 
 
 def test_an_executor_of_another_kind_than_the_setting_does_not_start() -> None:
-    from services.executor.actor import engine_builder
-    from shared.config import Settings
-    from shared.errors import SetupError
-
     usual = Settings(backend="sim")
     digest = engine_builder(usual)().info.model_digest
     for fits in ({"model_digest": digest}, {"model_digest": "other", "accept_mixed": True}):
@@ -662,10 +660,6 @@ def test_an_executor_of_another_kind_than_the_setting_does_not_start() -> None:
 
 
 def test_more_threads_than_can_help_are_refused_before_a_model_loads() -> None:
-    from services.executor.actor import THREADS_A_CORE, engine_builder
-    from shared.config import Settings
-    from shared.errors import SetupError
-
     most = THREADS_A_CORE * (os.cpu_count() or 1)
     for threads, why in ((most + 1, f"has cores for {most} at most"), (most, "there is no model at")):
         settings = Settings(backend="torch", device="cpu", model="./missing.gguf", threads=threads)
@@ -681,8 +675,8 @@ async def test_grammar_reports_of_the_engine_go_to_the_scheduler_while_their_slo
     await hand.until(StepResult)
     ready = GrammarReady(slot=3, generation=1, compile_us=5)
     failed = GrammarFailed(slot=3, generation=1, message="unbalanced")
-    lane = threading.Thread(target=lambda: [actor._grammar_news.report(it) for it in (ready, failed)])
-    lane.start()
+    news = (ready, failed)
+    threading.Thread(target=lambda: [actor._grammar_news.report(each) for each in news]).start()
     assert await hand.until(GrammarFailed) == failed
     assert hand.of(GrammarReady) == [ready]
     hand.deliver(SlotClose(slot=3, generation=1, last_step=1), opened(4), plan(hello.exec_epoch, 2, slot=4))
@@ -756,14 +750,14 @@ async def test_executor_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> N
     assert "asleep" not in dict(actor.heartbeat_payload().load)
 
 
-async def test_a_sleeper_stays_asleep_for_another_scheduler(fleet: Fleet) -> None:
+async def test_sleeping_executor_stays_asleep_after_a_reset(fleet: Fleet) -> None:
     _, _, hand, engine, asleep = await napping(fleet)
     hand.deliver(ExecReset(exec_epoch=asleep.exec_epoch, why="a test"))
     hello = await hand.until(ExecHello, 3)
     assert (hello.asleep, engine.naps) == (True, ["sleep"])
 
 
-async def test_one_that_cannot_wake_fails(fleet: Fleet) -> None:
+async def test_executor_that_cannot_wake_fails(fleet: Fleet) -> None:
     _, runtime, hand, engine, asleep = await napping(fleet)
     engine.fails = True
     engine.may_wake.set()

@@ -1,7 +1,7 @@
 """The scheduler's core on engines that check every block: any events in any order (a Hypothesis machine).
 
-P1-P3 blocks and fences, P5 every request ends, P6 no class inversion, P7 the same tokens at any pause
-when; window and overlap. `HEADRACE_MACHINE_EXAMPLES` runs more histories than CI does.
+P1-P3: blocks and fences. P5: every request ends. P6: no class inversion. P7: the same tokens whenever a
+sequence is preempted. Also the window and overlap. `HEADRACE_MACHINE_EXAMPLES` runs more histories than CI.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from services.scheduler.state.state import Executor, State
 from shared.kv_blocks import choice_seed
 from shared.messages import WHOLE_VECTOR, Cancel, Detached, StepResult, StopFound, ints
 
-LEAST_EVENTS = 4_500
+LEAST_EVENTS = 4_500  # of all histories together
 ENGINES, SHARDS = ("e1", "e2"), ("d1", "d2")
 CLASSES = requests.parse("interactive=100/10/0,standard=200/20/50,batch=0/50/80")
 TIER_FAULTS = (
@@ -110,8 +110,8 @@ class Machine(RuleBasedStateMachine):
         self.cut: dict[tuple[str, int], int] = {}  # by StopFound
         self.failures = False
         self.old: deque[tuple[str, StepResult]] = deque(maxlen=20)
-        self.spied = mock.patch.object(preemption, "preempt", self.pause)
-        self.real_pause = preemption.preempt
+        self.spied = mock.patch.object(preemption, "preempt", self.preempt)
+        self.real_preempt = preemption.preempt
         self.spied.start()
         self.periods = mock.patch.object(roles, "PERIOD_US", data.draw(st.sampled_from([0, 1_000, 10**9])))
         self.periods.start()
@@ -122,13 +122,13 @@ class Machine(RuleBasedStateMachine):
         if capacity:
             self.world.add_tier(FakeTier(capacity, l2_us=data.draw(st.sampled_from([-1, 300, 60_000]))))
 
-    def pause(
+    def preempt(
         self, state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
     ) -> None:
-        """P6: no sequence is paused for one of a lower class, or of a tenant that has more, and P5: none
+        """P6: no sequence is preempted for one of a lower class, or of a tenant that has more, and P5: none
         more than three times, but for a tenant of which nothing runs."""
         found = re.search(r"seq (\d+)", why)
-        assert found is not None, "a pause that names no reason"
+        assert found is not None, "a preemption that names no reason"
         first = state.sequences[int(found[1])]
         group = state.waiting.groups.get(first.group)
         level = group.level if group is not None and first in group.sequences else first.level
@@ -137,7 +137,7 @@ class Machine(RuleBasedStateMachine):
         assert "has no running sequence" not in why or share(executor, first) == 0
         assert victim in candidates
         assert victim.turn.preemptions - victim.turn.ceded < PIN_AFTER_PREEMPTIONS
-        self.real_pause(state, executor, victim, why, candidates)
+        self.real_preempt(state, executor, victim, why, candidates)
 
     def join(self, name: str) -> None:
         self.epoch += 1_000  # each sleep and wake takes one
@@ -196,14 +196,14 @@ class Machine(RuleBasedStateMachine):
                 world.handle(Arrived(f"executor.{name}", result))
 
     @rule(seed=SEEDS)
-    def force_pause(self, seed: int) -> None:
-        """P7: each that runs may be paused at any time."""
+    def force_preemption(self, seed: int) -> None:
+        """P7: each running sequence may be preempted at any time."""
         dice, state = random.Random(seed), self.world.scheduler.state
         for executor in state.executors.values():
             for victim in preemption._candidates(state, executor, executor.running):
                 if dice.random() < 0.5 and victim in executor.running:
                     state.now_us = self.world.now_us
-                    self.pause(state, executor, victim, f"seq {victim.seq} forced", [victim])
+                    self.preempt(state, executor, victim, f"seq {victim.seq} forced", [victim])
         self.world.handle(Ticked())
 
     @rule(engine=st.sampled_from(ENGINES))
@@ -252,6 +252,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=st.sampled_from(ENGINES), how=st.sampled_from(["crash", "back", "restart", "lost", "drain"]))
     def executor(self, engine: str, how: str) -> None:
+        """An executor joins, crashes, restarts, loses its messages or drains."""
         if engine not in self.world.engines:
             self.join(engine)
         elif how == "crash":
@@ -275,6 +276,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(shard=st.sampled_from(SHARDS), back=st.booleans())
     def detokenizer(self, shard: str, back: bool) -> None:
+        """A detokenizer is lost, or comes back as a new process."""
         self.epoch += 1
         lost, ready = PeerLost("detokenizer", shard), PeerReady("detokenizer", shard, self.epoch)
         self.world.handle(ready if back else lost)

@@ -19,7 +19,7 @@ from services.scheduler.state.counters import StepSpan, step_spans
 from services.scheduler.state.requests import Drafting
 from services.scheduler.state.state import AUTO, DraftPace, Executor, Limits
 from shared.kv_blocks import choice_seed
-from shared.messages import AT_DEVICE, FROM_DEVICE, Tokens
+from shared.messages import AT_DEVICE, FROM_DEVICE, Tokens, ints
 from shared.step_model import PRESETS, StepModel, StepShape
 
 EVENTS = int(os.environ.get("HEADRACE_DRAFT_EVENTS", "1500"))
@@ -226,6 +226,14 @@ def test_drafts_of_a_new_sequence_begin_with_what_its_executor_has_learned() -> 
     world.ask("second", [5, 6, 8], 60)
     world.run()
     assert max(world.plans[before + 1].counts) == 8
+    executor.drafting.kept_ppm, before = 0, len(world.plans)
+    world.ask("third", [5, 6, 9], 60)
+    world.run()
+    assert max(world.plans[before + 1].counts) == 1
+    before = len(world.plans)
+    world.ask("predicted", [5, 6, 10], 60, prediction=ints([5]))
+    world.run()
+    assert max(world.plans[before + 1].counts) > 3
     check_answers(world)
 
 

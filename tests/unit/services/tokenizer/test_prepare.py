@@ -800,3 +800,23 @@ def test_a_chat_has_its_routing_key_from_its_first_turn_on(model: ServedModel) -
     others = [key(first), key(system, ("user", "Ho")), key(system), key(system, ("assistant", "Hi"))]
     assert not set(keys) & set(others)
     assert others[2] == others[3]
+
+
+def test_prediction_is_its_tokens_and_at_most_8192(model: ServedModel) -> None:
+    def predicted(content: Any) -> list[int]:
+        found = prepared(model, {**CHAT, "prediction": {"type": "content", "content": content}})
+        return list(found.prediction)
+
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "12"}]
+    assert predicted("Hi 12") == model.vocabulary.encode("Hi 12")
+    assert predicted(parts) == model.vocabulary.encode("Hi\n12")
+    assert predicted("") == []
+    long = "Hi 12, " * 20_000
+    assert predicted(long) == model.vocabulary.encode(long)[:8_192]
+    assert len(predicted(long)) == 8_192
+
+
+def test_speculate_is_on_unless_a_request_turns_it_off(model: ServedModel) -> None:
+    assert prepared(model, CHAT).speculate
+    assert not prepared(model, {**CHAT, "speculate": False}).speculate
+    assert prepared(model, {**CHAT, "prediction": None}).prediction == ints()

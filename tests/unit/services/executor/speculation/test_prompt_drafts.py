@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.executor.engine import NO_DRAFT
-from services.executor.speculation.prompt_drafts import LEAST, MOST, PromptDrafts, following, occurs
+from services.executor.speculation.prompt_drafts import LEAST, MOST, PromptDrafts, following, is_repeated
 from shared.messages import SlotOpen, ints
 
 
@@ -34,7 +34,7 @@ def test_following_finds_what_a_search_by_hand_does(vocab: int) -> None:
         tokens = [dice.randrange(vocab) for _ in range(dice.randint(1, 60))]
         drafts, length = following(np.array(tokens, np.int32), 5, LEAST)
         assert (drafts.tolist(), length if len(drafts) else 0) == by_hand(tokens, 5)
-        assert occurs(ints(tokens)) == bool(len(drafts))
+        assert is_repeated(ints(tokens)) == bool(len(drafts))
         found += bool(len(drafts))
     assert found > 20
 
@@ -87,10 +87,10 @@ def test_close_forgets_the_prediction_of_a_slot() -> None:
     assert drafter.draft([0], 1).tolist() == [[NO_DRAFT]]
 
 
-def test_occurs_looks_at_whole_tokens_alone() -> None:
+def test_is_repeated_looks_at_whole_tokens_alone() -> None:
     shifted = [0x01000000, 0x02000000, 0x00000003]  # its bytes from the fourth on are those of 1, 2
-    assert not occurs(ints([*shifted, 9, 1, 2]))
-    assert occurs(ints([1, 2, *shifted, 9, 1, 2]))
-    assert not occurs(ints([5]))
-    assert not occurs(ints([5, 5]))
-    assert occurs(ints([5, 5, 5]))
+    assert not is_repeated(ints([*shifted, 9, 1, 2]))
+    assert is_repeated(ints([1, 2, *shifted, 9, 1, 2]))
+    assert not is_repeated(ints([5]))
+    assert not is_repeated(ints([5, 5]))
+    assert is_repeated(ints([5, 5, 5]))

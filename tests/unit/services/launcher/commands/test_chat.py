@@ -111,7 +111,9 @@ def test_a_saved_conversation_is_a_request_and_can_be_loaded(commands: Commands,
         ('{"messages": [], "heat": 1}', "heat: no such field"),
     ],
 )
-def test_a_file_that_is_no_conversation(commands: Commands, tmp_path: Path, text: str, shown: str) -> None:
+def test_a_file_that_is_no_conversation_is_refused(
+    commands: Commands, tmp_path: Path, text: str, shown: str
+) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
     with pytest.raises(BadRequest, match=shown):

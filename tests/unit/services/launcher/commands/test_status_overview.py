@@ -48,6 +48,12 @@ def problems(*changed: dict[str, Any], without: str = "") -> list[str]:
     return list(status.problems(fleet(*changed, without=without)))
 
 
+def test_drafts_are_shown_where_there_were_any() -> None:
+    drafted = {"draft_tokens": 200, "accepted_tokens": 150}
+    shown = status.lines(fleet(answer("scheduler", recent=drafted)))
+    assert any(line.endswith("3 preempted  drafts kept 75.0 %") for line in shown)
+
+
 def test_one_line_for_each_service() -> None:
     assert status.lines(fleet()) == [
         "fleet default at nats://h:4222, smollm2: no problems",

@@ -46,26 +46,26 @@ def test_a_histogram_counts_by_upper_bounds(values: list[int], per_mille: int) -
         assert histogram.quantile(per_mille) == 0
 
 
-def test_a_meter_counts() -> None:
-    meter = Counters()
+def test_counters_sum_steps_ends_and_shares() -> None:
+    counters = Counters()
     for mode in ("single", "run_ahead", "single"):
-        meter.count_step(mode)
-    meter.count_rejected(429)
-    meter.count_finished("stop")
-    meter.add_step(900, 1_000)
-    meter.add_step(5_000, 0)
-    assert (meter.mode, meter.steps) == ("single", {"single": 2, "run_ahead": 1})
-    assert (meter.rejected, meter.finished) == ({429: 1}, {"stop": 1})
-    assert (meter.step_us.count, meter.step_error_pm.count, meter.step_error_pm.total) == (2, 1, 100)
-    assert meter.predicted_us == 1_000
-    meter.add_ended(9_000, 6_000, 4)
-    meter.add_ended(700, 0, 1)
-    assert (meter.e2e_us.total, meter.tpot_us.count, meter.tpot_us.total) == (9_700, 1, 2_000)
-    meter.inter_token_us.add(30, 3)
-    assert (meter.inter_token_us.count, meter.inter_token_us.total) == (3, 90)
-    meter.prefill_tokens, meter.recomputed_tokens = 400, 30
-    meter.prefix_lookup_tokens, meter.prefix_hit_tokens = 300, 100
-    assert (meter.recompute_overhead_pm, meter.prefix_hit_pm) == (75, 333)
+        counters.count_step(mode)
+    counters.count_rejected(429)
+    counters.count_finished("stop")
+    counters.add_step(900, 1_000)
+    counters.add_step(5_000, 0)
+    assert (counters.mode, counters.steps) == ("single", {"single": 2, "run_ahead": 1})
+    assert (counters.rejected, counters.finished) == ({429: 1}, {"stop": 1})
+    assert (counters.step_us.count, counters.step_error_pm.count, counters.step_error_pm.total) == (2, 1, 100)
+    assert counters.predicted_us == 1_000
+    counters.add_ended(9_000, 6_000, 4)
+    counters.add_ended(700, 0, 1)
+    assert (counters.e2e_us.total, counters.tpot_us.count, counters.tpot_us.total) == (9_700, 1, 2_000)
+    counters.inter_token_us.add(30, 3)
+    assert (counters.inter_token_us.count, counters.inter_token_us.total) == (3, 90)
+    counters.prefill_tokens, counters.recomputed_tokens = 400, 30
+    counters.prefix_lookup_tokens, counters.prefix_hit_tokens = 300, 100
+    assert (counters.recompute_overhead_pm, counters.prefix_hit_pm) == (75, 333)
     assert (Counters().recompute_overhead_pm, Counters().prefix_hit_pm) == (0, 0)
 
 
@@ -79,7 +79,7 @@ def busy() -> World:
     return world
 
 
-def test_gauges_of_a_busy_scheduler() -> None:
+def test_gauges_equal_the_state_of_a_busy_scheduler() -> None:
     world = busy()
     state = world.scheduler.state
     assert status.queued(state) == {"interactive": 0, "standard": 1, "batch": 2}
@@ -95,19 +95,23 @@ def test_gauges_of_a_busy_scheduler() -> None:
     assert (status.waste_tokens(executor), status.queued(state)["batch"]) == (0, 0)
 
 
-def test_tokens_are_counted_as_they_are() -> None:
+def test_counters_equal_the_tokens_of_a_run() -> None:
     world = busy()
     world.run()
-    meter = world.scheduler.state.counters
-    assert meter.generated_tokens == 5 * 6
-    assert meter.prefill_tokens - meter.recomputed_tokens == 5 * 5 - meter.prefix_hit_tokens
-    assert (meter.ttft_us.count, meter.queue_us.count) == (5, 5)
-    assert (meter.e2e_us.count, meter.tpot_us.count, meter.inter_token_us.count) == (5, 5, 5 * (6 - 1))
-    assert meter.inter_token_us.total == meter.e2e_us.total - meter.ttft_us.total, (
+    counters = world.scheduler.state.counters
+    assert counters.generated_tokens == 5 * 6
+    assert counters.prefill_tokens - counters.recomputed_tokens == 5 * 5 - counters.prefix_hit_tokens
+    assert (counters.ttft_us.count, counters.queue_us.count) == (5, 5)
+    assert (counters.e2e_us.count, counters.tpot_us.count, counters.inter_token_us.count) == (
+        5,
+        5,
+        5 * (6 - 1),
+    )
+    assert counters.inter_token_us.total == counters.e2e_us.total - counters.ttft_us.total, (
         "the last token ends a sequence"
     )
-    assert meter.finished == {"length": 5}
-    assert sum(meter.steps.values()) == len(world.plans)
+    assert counters.finished == {"length": 5}
+    assert sum(counters.steps.values()) == len(world.plans)
     readings = status.metric_points(world.scheduler.state)
     found = {(r.name, r.attributes): r.value for r in readings if isinstance(r, MetricPoint)}
     assert found["headrace.scheduler.generated_tokens", ()] == 30
@@ -147,31 +151,31 @@ def test_blocks_that_move_between_tiers_are_counted() -> None:
             break
         world.tick(20_000)
     state = world.scheduler.state
-    meter = state.counters
+    counters = state.counters
     found = {
         (r.name.removeprefix("headrace.scheduler."), r.attributes): r.value
         for r in status.metric_points(state)
         if isinstance(r, MetricPoint)
     }
-    assert found["tiers.loads", ()] == meter.loads > 0
-    assert found["tiers.stored_blocks", ()] == meter.stored_blocks > 0
+    assert found["tiers.loads", ()] == counters.loads > 0
+    assert found["tiers.stored_blocks", ()] == counters.stored_blocks > 0
     assert found["tiers.backoffs", ()] == 0
     (executor,) = state.executors.values()
     up = (("executor", "e1"), ("direction", "up"))
     assert found["tiers.moved", up] == executor.up.moved_bytes > 0
     assert found["tiers.rate", up] == executor.up.bytes_per_second
     assert sum(status.blocks(executor).values()) == 12
-    spread = next(
+    restores = next(
         r for r in status.metric_points(state) if r.name == "headrace.scheduler.tiers.restore.duration"
     )
-    assert isinstance(spread, HistogramPoint)
-    assert sum(spread.counts) == meter.loads
+    assert isinstance(restores, HistogramPoint)
+    assert sum(restores.counts) == counters.loads
     shown = status.status(state)
     tiers = shown["tiers"]
     assert isinstance(tiers, dict)
     assert tiers["e1"]["up_bytes_per_s"] == executor.up.bytes_per_second
     measured = shown["measured"]["tiers"]
-    assert (measured["loads"], measured["lookups_open"], measured["jobs_open"]) == (meter.loads, 0, 0)
+    assert (measured["loads"], measured["lookups_open"], measured["jobs_open"]) == (counters.loads, 0, 0)
 
 
 @pytest.fixture

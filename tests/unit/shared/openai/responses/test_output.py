@@ -114,7 +114,7 @@ def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
     assert (item["name"], item["namespace"]) == (long, long)
 
 
-def test_a_delta_counts_its_characters() -> None:
+def test_a_delta_takes_a_number_for_each_character() -> None:
     output = output_of(asked(), "")
     opening = [output.event("created"), output.event("in_progress")]
     events = [*opening, *output.feed("Hé"), *output.feed(""), *output.feed("llo"), *output.finish("stop")]
@@ -131,7 +131,7 @@ def test_a_delta_counts_its_characters() -> None:
     ]
 
 
-def test_a_delta_is_cut_anywhere() -> None:
+def test_a_delta_is_cut_after_any_of_its_numbers() -> None:
     entries = [{"token": "He"}, {"token": "l"}, {"token": "lo"}]
     delta = Event("d", 8, {"delta": "Hello", "logprobs": entries})  # of the numbers 4 to 8
     assert [None if (e := delta.after(n)) is None else e.fields["delta"] for n in (3, 4, 7, 8)] == [
@@ -155,7 +155,7 @@ def test_log_probabilities_wait_for_their_text() -> None:
     assert output.items[0]["content"][0]["logprobs"] == delta["logprobs"]
 
 
-def test_the_state_of_a_durable_request() -> None:
+def test_state_of_a_durable_request_becomes_a_response() -> None:
     call, ended = asked(background=True), {"ended_at": 0x6B07382A}
     for status, shown in (("queued", "queued"), ("running", "in_progress")):
         body = of_state(call, {"status": status})
