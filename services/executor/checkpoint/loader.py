@@ -385,8 +385,8 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
-    """What a server computes in if no dtype is chosen, and why: on a CPU what a format of KEPT says of its
-    weights, `bf16` for a checkpoint in bfloat16 with AMX, else `f32`; on a GPU `auto`."""
+    """What a server computes in if no dtype is chosen, and why: on a CPU the `best` of a dtype of KEPT,
+    `bf16` for a checkpoint in bfloat16 with AMX, else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
         return "auto", "on a GPU fp8 or int4 if the checkpoint is so, int4 for a GGUF file, else bf16"
     for name in KEPT:

@@ -145,12 +145,13 @@ def in_memory(read: Tensor, device: torch.device, dtype: torch.dtype | None = No
     return found.clone() if found is read else found
 
 
-class Scheme:
-    """How a folder stores its matrices: here as plain tensors. `names`: those of its tensors."""
+class Scheme(Protocol):
+    """How a folder stores its matrices; what a scheme leaves out is as of plain tensors. `names`: of the
+    folder's tensors."""
 
-    kept_in: ClassVar = ""  # the dtype that keeps them as they are stored
-    is_larger_plain: ClassVar = False  # so they get plain only if asked for
-    has_empty_biases: ClassVar = False  # matrices may have a bias of zeros that the model does not have
+    kept_in: ClassVar[str] = ""  # the dtype that keeps them as they are stored
+    is_larger_plain: ClassVar[bool] = False  # so they get plain only if asked for
+    has_empty_biases: ClassVar[bool] = False  # matrices may have a bias of zeros that the model does not have
 
     @property
     def fact(self) -> str:
@@ -171,13 +172,17 @@ class Scheme:
         return read(weight)
 
 
+class PlainTensors(Scheme):
+    """See Scheme."""
+
+
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
     """How the weights beside a config.json are stored. Raises SetupError for a scheme that is not
     supported."""
     found = (resolve_name(name)(config) for key, name in SCHEMES.items() if config.get(key))
     if (scheme := next(found, None)) is None and config.get("quantization_config"):
         raise absent("quantization_config in config.json")
-    return scheme or Scheme()
+    return scheme or PlainTensors()
 
 
 def scheme_in(path: Path) -> Scheme:
@@ -186,7 +191,7 @@ def scheme_in(path: Path) -> Scheme:
     try:
         return scheme_of(json.loads((path / "config.json").read_text("utf-8")))
     except (OSError, ValueError, AttributeError, SetupError):
-        return Scheme()
+        return PlainTensors()
 
 
 def absent(what: str) -> SetupError:

@@ -360,9 +360,9 @@ def can_take(*sizes: int) -> bool:
 class Int4Format(Scheme):
     """How a folder stores its matrices in 4 bits. `group`: columns; 0: a whole row."""
 
-    kept_in: ClassVar = "int4"
-    is_larger_plain: ClassVar = True
-    has_empty_biases: ClassVar = True  # of old writers
+    kept_in: ClassVar[str] = "int4"
+    is_larger_plain: ClassVar[bool] = True
+    has_empty_biases: ClassVar[bool] = True  # of old writers
 
     method: str  # awq, gptq, compressed-tensors, mxfp4
     group: int

@@ -71,7 +71,7 @@ _STRATEGIES = ("tensor", "channel", "block")
 class InBlocksOfFp8(Scheme):
     """Weights in fp8. `block`: rows and columns with one scale; None: a scale for the tensor, or each row."""
 
-    kept_in: ClassVar = "fp8"
+    kept_in: ClassVar[str] = "fp8"
     block: tuple[int, int] | None
 
     def scales_of(self, name: str, kind: str, names: Mapping[str, Any]) -> str | None:
