@@ -601,11 +601,11 @@ class FileFormat:
 
 
 def format_of(path: Path) -> FileFormat:
-    """The format of the model at `path`. Raises SetupError for a file of no format of the table."""
+    """The format of the model at `path`. Raises SetupError for a file if no format of files is here."""
     if path.suffix in FILES:
         found: FileFormat = resolve_name(FILES[path.suffix])
         return found
-    if path.is_file():
+    if not FILES and path.is_file():
         raise absent(str(path))
     return FileFormat(
         load=load_hf, load_in_blocks=load_hf, stored=lambda folder: (read_shapes(folder), stored_hf(folder))

@@ -157,11 +157,8 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
         path = resolve(settings.model, settings.cache_dir).path
         if dtype == "auto":
             dtype, why = best_dtype(path, device, ranks)
-            if (
-                dtype == "auto"
-                and scheme_in(path).kept_in == "int4"
-                and importlib.util.find_spec("humming") is None
-            ):
+            kept_in, humming = scheme_in(path).kept_in, importlib.util.find_spec("humming")
+            if dtype == "auto" and kept_in == "int4" and humming is None:
                 mend = "pip install 'headrace[int4]', or use --dtype fp8 or bf16"
                 yield Finding("fail", "a GPU cannot keep the model's weights in 4 bits", mend)
                 return
