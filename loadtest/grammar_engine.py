@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from services.executor.sampling.grammar import _tokenizer
+from services.executor.sampling.grammar_matchers import _tokenizer
 from services.tokenizer.structured_output import engine_refuses, followed
 from shared.answer_formats import grammar
 from shared.config import load
@@ -29,7 +29,7 @@ class RefusedError(Exception):
 
 
 class Engine:
-    """As services/executor/sampling/grammar.py uses the library."""
+    """As services/executor/sampling/grammar_matchers.py uses the library."""
 
     def __init__(self) -> None:
         self.vocabulary = load_vocabulary(resolve(DEFAULT_MODEL, load().settings.cache_dir))

@@ -66,6 +66,7 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
     "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
+    "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.

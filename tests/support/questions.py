@@ -36,7 +36,7 @@ QUESTIONS = (
         (
             "services/executor/cpu/engine.py:sample",
             "services/executor/sampling/grammar.py:HostRows",
-            "services/executor/sampling/grammar.py:choose",
+            "services/executor/sampling/grammar_matchers.py:choose",
             "services/executor/sampling/sampler.py:Sampler",
             "kernels/sampling/ref.py:draw",
         ),

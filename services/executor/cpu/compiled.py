@@ -1,6 +1,6 @@
 """Runs a layer's operators, or all layers in one call, in kernels compiled for this CPU. Needs Numba.
 
-cpu/engine.py uses it only where Numba is installed and the kernels fit the cache."""
+cpu/engine.py finds it by a table, and uses it only where Numba is installed and the kernels fit the cache."""
 
 from __future__ import annotations
 
@@ -28,23 +28,7 @@ from services.executor.cpu.layers import AddNorm, Attend, Gated, Product, StepVa
 from services.executor.cpu.linear import Linear
 from services.executor.model.program import Step
 
-__all__ = ["CompiledOperators", "can_attend"]
-
 KEPT, KEPT_ROWS = 4, 64  # passes, of at most so many rows: a larger one needs much memory, and takes long
-
-
-class CompiledOperators:
-    """See services.executor.cpu.layers.Operators."""
-
-    sequences = Sequences
-    add_rms_norm, swiglu = staticmethod(add_rms_norm), staticmethod(swiglu)
-    rotate_and_write = staticmethod(rotate_and_write)
-
-    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
-        attended = attend(query, kv, layer, batch.sequences)
-        if batch.padding:
-            attended[-batch.padding :] = 0  # no kernel wrote there
-        return attended
 
 
 def at_once(steps: Sequence[Step], layers: int, head: Linear | None) -> Step | None:
@@ -61,6 +45,21 @@ def at_once(steps: Sequence[Step], layers: int, head: Linear | None) -> Step | N
     calls = [each for each in found if each is not None]
     packed = head.matrix if isinstance(head, PackedProduct) else None
     return _AtOnce(calls, layers, packed) if len(calls) == period else None
+
+
+class CompiledOperators:
+    """See services.executor.cpu.layers.Operators."""
+
+    sequences = Sequences
+    add_rms_norm, swiglu = staticmethod(add_rms_norm), staticmethod(swiglu)
+    rotate_and_write, at_once = staticmethod(rotate_and_write), staticmethod(at_once)
+    can_attend = staticmethod(can_attend)
+
+    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
+        attended = attend(query, kv, layer, batch.sequences)
+        if batch.padding:
+            attended[-batch.padding :] = 0  # no kernel wrote there
+        return attended
 
 
 class _Pass:

@@ -17,8 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from itertools import accumulate
+from pkgutil import resolve_name
 from statistics import median
 
 import torch
@@ -53,7 +53,7 @@ from services.executor.model.program import REFERENCE, Step, placed, run, steps_
 from services.executor.parallel.coroutines import CommThread, ForwardPass, run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
-from services.executor.sampling.grammar import HostRows
+from services.executor.sampling.grammar import GRAMMARS, HostRows
 from services.executor.sampling.sampler import (
     NO_TOKEN,
     Sampler,
@@ -66,6 +66,9 @@ from shared.kv_blocks import blocks_for
 from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
 from shared.processes import CoreWaits, give_back_memory, importing, usable_cores, usable_threads
 
+COMPILED = {  # operators in machine code for a CPU, where their kernels fit the cache; else torch's
+    "numba": "services.executor.cpu.compiled:CompiledOperators",
+}
 TRIAL_STEPS = 4
 SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
 LATEST_AT_MOST = 1024  # with the most threads: that fewer are faster shows in slow steps, too
@@ -89,7 +92,7 @@ def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
 
 def _import_kernels() -> None:
     with importing():
-        import_module("services.executor.cpu.compiled")
+        [*map(resolve_name, COMPILED.values())]
 
 
 class TorchBackend:
@@ -97,10 +100,12 @@ class TorchBackend:
 
     def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
-        device, exact = weights.norm.device, options.deterministic
+        device, exact, follows = weights.norm.device, options.deterministic, bool(GRAMMARS)
         self._options, self._files = options, loaded.files
         alone = device.type == "cpu" and loaded.ranks.size * loaded.stage.count == 1
-        self.info: BackendInfo = replace(info_of(options, loaded), sleeps=alone)
+        self.info: BackendInfo = replace(
+            info_of(options, loaded), sleeps=alone, follows_grammars=follows, reports_grammars=follows
+        )
         self._samples = loaded.stage.last
         self._comm_thread = CommThread() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
         if self._comm_thread is not None:  # collectives use the computing cores: split only where a plan asks
@@ -450,10 +455,10 @@ class Model:
         takes = table(products, operators, deterministic=deterministic)
         self._steps = steps_of(operations, takes, REFERENCE)
         self._at_once: Step | None = None  # all steps but the first norm in one call, if the kernels can
-        if not isinstance(operators, TorchOperators) and loaded.ranks.size == 1:
-            from services.executor.cpu.compiled import at_once
-
-            self._at_once = at_once([step for step, _ in self._steps[1:]], shapes.layers, self._head)
+        if loaded.ranks.size == 1:
+            self._at_once = operators.at_once(
+                [step for step, _ in self._steps[1:]], shapes.layers, self._head
+            )
         self._embedding = weights.embedding.for_rows()
         self._deterministic = deterministic
         self._products = products
@@ -516,8 +521,7 @@ def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
         if not kernels.cpu_jit.available():
             log.warning("no Numba: torch's operators compute attention and norms, several times slower")
             return TorchOperators(deterministic=deterministic)
-        from services.executor.cpu.compiled import CompiledOperators, can_attend
-
-        if can_attend(cache.tensor, cache.activations):
-            return CompiledOperators()
+        for kind in map(resolve_name, COMPILED.values()):
+            if kind.can_attend(cache.tensor, cache.activations):
+                return kind()  # type: ignore[no-any-return]
     return TorchOperators(deterministic=deterministic)

@@ -4,6 +4,7 @@ cpu/engine.py runs them. The operators are torch's here, compiled in cpu/compile
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.batch import Batch, MakeSequences
 from services.executor.cpu.linear import ROW_TILE, Linear, Products
 from services.executor.model import description
-from services.executor.model.program import REFERENCE, Placed, Table, Values
+from services.executor.model.program import REFERENCE, Placed, Step, Table, Values
 
 
 @dataclass(slots=True)
@@ -54,6 +55,9 @@ class Operators(Protocol):
     def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
         """Attention of every token row of a batch: the shape of `query`."""
 
+    def at_once(self, steps: Sequence[Step], layers: int, head: Linear | None) -> Step | None:
+        """The steps of all layers as one call, which may compute the logits, too; None: there is none."""
+
 
 class TorchOperators:
     """Torch's operators. With `deterministic` a row's result does not depend on the other rows."""
@@ -82,6 +86,9 @@ class TorchOperators:
         if batch.padding:
             segments.append(query.new_zeros(batch.padding, *query.shape[1:]))
         return segments[0] if len(segments) == 1 else torch.cat(segments)
+
+    def at_once(self, steps: Sequence[Step], layers: int, head: Linear | None) -> None:
+        """There is none."""
 
 
 # The matrices, beside the head, whose inputs keep 16 bits with `packed8`: two fifths of a layer's work, and

@@ -73,7 +73,7 @@ from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
-from services.executor.sampling.grammar import HostRows
+from services.executor.sampling.grammar import GRAMMARS, HostRows
 from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, record_choices, row_errors
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
@@ -107,6 +107,8 @@ class CudaBackend:
         self.info: engine.BackendInfo = replace(
             info_of(options, loaded),
             sleeps=alone,
+            follows_grammars=bool(GRAMMARS),
+            reports_grammars=bool(GRAMMARS),
             max_drafts=DRAFTS[-1] if drafts else 0,
             max_draft_rows=MAX_DRAFT_ROWS if drafts else 0,
         )

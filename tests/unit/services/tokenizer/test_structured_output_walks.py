@@ -20,7 +20,7 @@ from support.default_model import model_path
 from support.json_schemas import SCHEMAS
 from support.structured import grammar_of
 
-from services.executor.sampling.grammar import Grammars
+from services.executor.sampling.grammar_matchers import CompiledGrammars
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import HERMES
 from shared.answer_formats.parser import AnswerParser
@@ -42,8 +42,8 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def grammars(vocabulary: Vocabulary) -> Grammars:
-    return Grammars(lambda: vocabulary, PADDED)
+def grammars(vocabulary: Vocabulary) -> CompiledGrammars:
+    return CompiledGrammars(lambda: vocabulary, PADDED)
 
 
 def opened(fields: dict[str, Any], slot: int, generated: list[int]) -> SlotOpen:
@@ -57,7 +57,7 @@ def opened(fields: dict[str, Any], slot: int, generated: list[int]) -> SlotOpen:
     )
 
 
-def walk(grammars: Grammars, vocabulary: Vocabulary, fields: dict[str, Any], seed: int) -> bytes:
+def walk(grammars: CompiledGrammars, vocabulary: Vocabulary, fields: dict[str, Any], seed: int) -> bytes:
     """Choose among what may follow until the end is chosen. The slot is opened anew on the way, as after a
     pause."""
     random = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def walk(grammars: Grammars, vocabulary: Vocabulary, fields: dict[str, Any], see
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_json_is_valid(grammars: Grammars, vocabulary: Vocabulary, name: str) -> None:
+def test_json_is_valid(grammars: CompiledGrammars, vocabulary: Vocabulary, name: str) -> None:
     fields = {"structured_outputs": {"json": SCHEMAS[name]}}
     for seed in range(WALKS):
         text = walk(grammars, vocabulary, fields, seed)
@@ -98,7 +98,7 @@ def test_json_is_valid(grammars: Grammars, vocabulary: Vocabulary, name: str) ->
     ],
 )
 def test_text_under_a_format_is_valid_and_ends(
-    grammars: Grammars, vocabulary: Vocabulary, form: str, read: Callable[[str], object]
+    grammars: CompiledGrammars, vocabulary: Vocabulary, form: str, read: Callable[[str], object]
 ) -> None:
     """Read by the standard library, which takes no year 0; longer than 40 characters none gets."""
     fields = {"structured_outputs": {"json": {"type": "string", "format": form}}}
@@ -110,7 +110,7 @@ def test_text_under_a_format_is_valid_and_ends(
 
 @pytest.mark.parametrize("form", ["email", "hostname", "uri", "ipv6", "duration"])
 def test_a_format_is_what_another_library_takes(
-    grammars: Grammars, vocabulary: Vocabulary, form: str
+    grammars: CompiledGrammars, vocabulary: Vocabulary, form: str
 ) -> None:
     schema = {"type": "string", "format": form, "maxLength": 60}
     right = jsonschema_rs.validator_for(schema, validate_formats=True).is_valid
@@ -120,7 +120,7 @@ def test_a_format_is_what_another_library_takes(
         assert right(text), text
 
 
-def test_regex_choice_and_grammar_are_followed(grammars: Grammars, vocabulary: Vocabulary) -> None:
+def test_regex_choice_and_grammar_are_followed(grammars: CompiledGrammars, vocabulary: Vocabulary) -> None:
     def spelled(**asked: Any) -> str:
         return walk(grammars, vocabulary, {"structured_outputs": asked}, 5).decode()
 
@@ -130,7 +130,7 @@ def test_regex_choice_and_grammar_are_followed(grammars: Grammars, vocabulary: V
     ast.parse(spelled(grammar=sums), mode="eval")
 
 
-def test_rows_without_a_grammar_are_left_alone(grammars: Grammars) -> None:
+def test_rows_without_a_grammar_are_left_alone(grammars: CompiledGrammars) -> None:
     grammars.open(opened({"grammar": 'root ::= "no"'}, 4, []))
     logits = torch.zeros((3, PADDED))
     assert grammars.rows_of([3, 4, 5]) == [1]
@@ -142,7 +142,7 @@ def test_rows_without_a_grammar_are_left_alone(grammars: Grammars) -> None:
     assert grammars.rows_of([3, 4, 5]) == []
 
 
-def test_a_row_past_its_end_is_left_alone(grammars: Grammars, vocabulary: Vocabulary) -> None:
+def test_a_row_past_its_end_is_left_alone(grammars: CompiledGrammars, vocabulary: Vocabulary) -> None:
     """A plan that was made before the end was known has it once more."""
     (no,) = vocabulary.encode("no")
     done = [no, vocabulary.eos_ids[0]]
@@ -152,7 +152,7 @@ def test_a_row_past_its_end_is_left_alone(grammars: Grammars, vocabulary: Vocabu
     assert logits.eq(0).all()
 
 
-def test_a_grammar_that_does_not_compile_is_the_fault_of_its_request(grammars: Grammars) -> None:
+def test_a_grammar_that_does_not_compile_is_the_fault_of_its_request(grammars: CompiledGrammars) -> None:
     wrong = grammar.packed(grammar.whole(None, {"text": "nothing"}, thinking=False), frozenset())
     grammars.open(replace(opened({"grammar": 'root ::= "x"'}, 0, []), grammar=wrong))
     logits = torch.zeros((2, PADDED))
@@ -161,7 +161,7 @@ def test_a_grammar_that_does_not_compile_is_the_fault_of_its_request(grammars: G
 
 
 def test_answer_is_calls_or_text_under_the_schema_with_tools_and_a_schema(
-    grammars: Grammars, vocabulary: Vocabulary
+    grammars: CompiledGrammars, vocabulary: Vocabulary
 ) -> None:
     word = {"type": "object", "properties": {"word": {"enum": ["a", "b"]}}, "required": ["word"]}
     text = {"type": "object", "properties": {"name": {"enum": ["f", "g"]}, "n": {"enum": [1, 2]}}}

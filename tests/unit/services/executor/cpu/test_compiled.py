@@ -11,7 +11,8 @@ from support.executor.tiny_models import VOCAB, save_tiny
 
 import kernels.cpu_jit
 from kernels.cpu_jit import thread_team
-from services.executor.cpu.engine import TorchBackend, TorchOptions, build
+from services.executor.cpu.engine import COMPILED, TorchBackend, TorchOptions, build, operators_for
+from services.executor.cpu.layers import TorchOperators
 
 # For one call. The tiny model's down product is too narrow for int8 and stays in bf16.
 NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": (*kernels.cpu_jit.BYTES, "avx512bf16")}
@@ -84,3 +85,13 @@ def test_compiled_kernels_give_the_same_bits_on_one_thread_and_without_torchs_te
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mixtral"])
 def test_shapes_without_kernels_run_one_by_one(kind: str, tmp_path: Path) -> None:
     assert engine(kind, tmp_path, "f32")._model._at_once is None
+
+
+def test_torch_computes_the_layers_when_the_table_has_no_machine_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = logits(engine("llama-9-3-tied", tmp_path / "usual", "f32"))
+    monkeypatch.delitem(COMPILED, "numba")
+    plain = engine("llama-9-3-tied", tmp_path / "plain", "f32")
+    assert isinstance(operators_for(plain._cache, deterministic=False), TorchOperators)
+    torch.testing.assert_close(logits(plain), usual, atol=1e-4, rtol=1e-4)

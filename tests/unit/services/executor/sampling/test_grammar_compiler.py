@@ -15,7 +15,12 @@ from support.structured import grammar_of
 from support.text_models import write_hf_folder
 from tokenizers import AddedToken
 
-from services.executor.sampling.grammar import COMPILED, Compilation, GrammarCompiler, GrammarRefusedError
+from services.executor.sampling.grammar_matchers import (
+    COMPILED,
+    Compilation,
+    GrammarCompiler,
+    GrammarRefusedError,
+)
 from shared.answer_formats import grammar
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

@@ -11,8 +11,7 @@ import torch
 from support.default_model import model_path
 from support.structured import grammar_of
 
-from services.executor.sampling import grammar
-from services.executor.sampling.grammar import Grammars
+from services.executor.sampling.grammar_matchers import CompiledGrammars
 from services.executor.sampling.sampler import Sampler
 from shared.answer_formats import grammar as answer_grammar
 from shared.messages import GrammarFailed, GrammarReady, Sampling, SlotOpen, ints
@@ -55,8 +54,8 @@ def reports() -> queue.SimpleQueue[GrammarReady | GrammarFailed]:
 @pytest.fixture
 def grammars(
     vocabulary: Vocabulary, reports: queue.SimpleQueue[GrammarReady | GrammarFailed]
-) -> Iterator[Grammars]:
-    grammars = Grammars(lambda: vocabulary, PADDED, reports.put)
+) -> Iterator[CompiledGrammars]:
+    grammars = CompiledGrammars(lambda: vocabulary, PADDED, reports.put)
     yield grammars
     grammars.end()
 
@@ -74,7 +73,7 @@ def opened(slot: int, grammar: str = FEW, temperature: float = 1.0, top_k: int =
     )
 
 
-def sampler_of(grammars: Grammars, slots: dict[int, SlotOpen]) -> Sampler:
+def sampler_of(grammars: CompiledGrammars, slots: dict[int, SlotOpen]) -> Sampler:
     sampler = Sampler(SLOTS, PADDED, torch.device("cpu"), deterministic=False)
     for slot in slots.values():
         sampler.open(slot)
@@ -89,15 +88,15 @@ def flat(letters: list[int], rows: int) -> torch.Tensor:
     return logits
 
 
-def test_draws_follow_the_softmax_of_what_may_follow(grammars: Grammars, letters: list[int]) -> None:
+def test_draws_follow_the_softmax_of_what_may_follow(grammars: CompiledGrammars, letters: list[int]) -> None:
     """Also when the record stands still: a token that the grammar took without a record is taken back."""
     sampler = sampler_of(grammars, {slot: opened(slot) for slot in range(SLOTS)})
     logits = flat(letters, SLOTS)
     before = logits.clone()
     drawn: list[int] = []
     for draw in range(DRAWS):
-        ids, _, failures = grammar.choose(
-            grammars, sampler, logits, list(range(SLOTS)), [3 + draw] * SLOTS, lambda _: PROMPT
+        ids, _, failures = grammars.choose(
+            sampler, logits, list(range(SLOTS)), [3 + draw] * SLOTS, lambda _: PROMPT
         )
         assert failures == {}
         drawn += ids.tolist()
@@ -110,19 +109,19 @@ def test_draws_follow_the_softmax_of_what_may_follow(grammars: Grammars, letters
 
 
 def test_token_under_the_grammar_equals_the_free_rows_draw_when_allowed(
-    grammars: Grammars, letters: list[int]
+    grammars: CompiledGrammars, letters: list[int]
 ) -> None:
     slots = list(range(SLOTS))
     sampler = sampler_of(grammars, {slot: opened(slot) for slot in slots})
     logits = flat(letters, SLOTS)
     free = sampler.pick(logits, logits, slots, [3] * SLOTS).tolist()
-    ids, _, _ = grammar.choose(grammars, sampler, logits, slots, [3] * SLOTS, lambda _: PROMPT)
+    ids, _, _ = grammars.choose(sampler, logits, slots, [3] * SLOTS, lambda _: PROMPT)
     allowed = [token in letters[:3] for token in free]
     assert 20 < sum(allowed) < 80
     assert all(got == wanted for got, wanted, ok in zip(ids.tolist(), free, allowed, strict=True) if ok)
 
 
-def test_greedy_rows_filtered_rows_and_free_ones(grammars: Grammars, letters: list[int]) -> None:
+def test_greedy_rows_filtered_rows_and_free_ones(grammars: CompiledGrammars, letters: list[int]) -> None:
     a, _, _, x, y, _ = letters
     sampler = sampler_of(
         grammars,
@@ -133,14 +132,12 @@ def test_greedy_rows_filtered_rows_and_free_ones(grammars: Grammars, letters: li
             3: opened(3, temperature=0.0, grammar=grammar_of({"structured_outputs": {"regex": "[y-z]+"}})),
         },
     )
-    ids, _, failures = grammar.choose(
-        grammars, sampler, flat(letters, 4), [0, 1, 2, 3], [3] * 4, lambda _: PROMPT
-    )
+    ids, _, failures = grammars.choose(sampler, flat(letters, 4), [0, 1, 2, 3], [3] * 4, lambda _: PROMPT)
     assert (ids.tolist(), failures) == ([a, a, x, y], {})
 
 
 def test_a_recorded_token_counts_once_and_another_one_in_its_place(
-    grammars: Grammars, letters: list[int], vocabulary: Vocabulary
+    grammars: CompiledGrammars, letters: list[int], vocabulary: Vocabulary
 ) -> None:
     a, b, c, *_ = letters
     eos, *_ = vocabulary.eos_ids
@@ -157,19 +154,19 @@ def test_a_recorded_token_counts_once_and_another_one_in_its_place(
 
 
 def test_tokens_without_a_text_are_refused_without_a_word(
-    grammars: Grammars, capfd: pytest.CaptureFixture[str]
+    grammars: CompiledGrammars, capfd: pytest.CaptureFixture[str]
 ) -> None:
     grammars.open(opened(0))
     assert grammars.refused([CONTROL], [0], [0], lambda _: PROMPT) == ([0], {})
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: Grammars, letters: list[int]) -> None:
+def test_a_grammar_that_does_not_compile_fails_its_row_alone(
+    grammars: CompiledGrammars, letters: list[int]
+) -> None:
     broken = wrong("nothing")
     sampler = sampler_of(grammars, {0: opened(0, broken), 1: opened(1, temperature=0.0)})
-    ids, host_us, failures = grammar.choose(
-        grammars, sampler, flat(letters, 2), [0, 1], [3, 3], lambda _: PROMPT
-    )
+    ids, host_us, failures = grammars.choose(sampler, flat(letters, 2), [0, 1], [3, 3], lambda _: PROMPT)
     assert list(failures) == [0]
     assert failures[0].startswith("refused: grammar: ")
     assert ids[1] == letters[0]
@@ -177,18 +174,18 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: Grammars,
 
 
 def test_a_grammar_that_leads_nowhere_is_at_fault_not_the_engine(
-    grammars: Grammars, letters: list[int]
+    grammars: CompiledGrammars, letters: list[int]
 ) -> None:
     nowhere = grammar_of({"structured_outputs": {"regex": r"a[^\s\S]"}})
     slots = {0: opened(0, nowhere), 1: opened(1, temperature=0.0), 2: opened(2, nowhere, top_k=1)}
     sampler = sampler_of(grammars, slots)
-    *_, failures = grammar.choose(grammars, sampler, flat(letters, 3), [0, 1, 2], [3] * 3, lambda _: PROMPT)
+    *_, failures = grammars.choose(sampler, flat(letters, 3), [0, 1, 2], [3] * 3, lambda _: PROMPT)
     assert {why.partition(": ")[0] for why in failures.values()} == {"refused"}
     assert sorted(failures) == [0, 2]
 
 
 def test_end_of_each_compilation_is_reported_once_for_each_waiting_slot(
-    grammars: Grammars, reports: queue.SimpleQueue[GrammarReady | GrammarFailed]
+    grammars: CompiledGrammars, reports: queue.SimpleQueue[GrammarReady | GrammarFailed]
 ) -> None:
     grammars.open(opened(0))
     first = reports.get(timeout=60)
