@@ -71,7 +71,7 @@ def test_every_step_is_seen_and_the_next_has_the_threads_of_the_choice(tmp_path:
     assert count.seen == [(3, 5), (2, 1), (1, 1)]
 
 
-def test_a_step_counts_with_the_drafts_that_it_computes_not_with_those_it_might(tmp_path: Path) -> None:
+def test_a_step_counts_with_the_drafts_that_it_computes(tmp_path: Path) -> None:
     """Else a step of one row would be the measure of steps of nine, which then look slow."""
     backend = built(tmp_path, max_drafts=8)
     maker = PlanMaker(backend)

@@ -108,7 +108,7 @@ def test_is_repeated_leaves_a_text_full_of_the_bytes_of_two_tokens_to_the_search
     for others, tries_are_left in ((3, True), (50, False)):
         tokens = ints([*[66_816] * others, 261, 261])
         assert is_repeated(tokens) != tries_are_left
-        drafter = PromptDrafts(lambda slot, tokens=tokens: tokens)
+        drafter = PromptDrafts({0: tokens}.__getitem__)
         assert drafter.draft([0], 1).tolist() == [[NO_DRAFT]]
 
 
