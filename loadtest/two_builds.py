@@ -94,8 +94,9 @@ def main() -> None:
                     if turn:
                         found[level][build].append(rate)
             print(f"round {turn} of {given.rounds}", file=sys.stderr, flush=True)
-    by_level = {str(level): summary(rates["before"], rates["after"]) for level, rates in found.items()}
-    report({"machine": machine(), "flags": flags, "by_concurrency": by_level}, given.out)
+            if turn:  # a run that is cut short leaves its rounds
+                by_level = {str(level): summary(*rates.values()) for level, rates in found.items()}
+                report({"machine": machine(), "flags": flags, "by_concurrency": by_level}, given.out)
 
 
 if __name__ == "__main__":

@@ -64,13 +64,18 @@ def run_of(headers: Mapping[str, str]) -> int:
 
 
 def bad_field(error: ValidationError) -> BadRequest:
-    """The error for the first field that is wrong, with its name."""
+    """The error for the first field that is wrong, with its name: of at most 80 characters, as an answer has
+    less room than a request. A text that begins with a name is about the field of that name."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ".".join(str(step) for step in first["loc"])[:80]
     text = first["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]
     if first["type"] == "extra_forbidden":
-        text = f"`{path}` is not a field of a request; leave it out"
-    return BadRequest(text if text.startswith("`") else f"`{path}`: {text}", param=str(first["loc"][0]))
+        return BadRequest(
+            f"`{path}` is not a field of a request; leave it out", param=str(first["loc"][0])[:80]
+        )
+    if text.startswith("`"):
+        return BadRequest(text, param=re.split(r"[`.\[]", text, maxsplit=2)[1])
+    return BadRequest(f"`{path}`: {text}", param=str(first["loc"][0])[:80])
 
 
 def only(*values: object) -> PlainValidator:

@@ -235,12 +235,15 @@ def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
 
 
 def decode(kind: type[T], data: bytes) -> T:
-    """A body of a service or of a store. Raises WireError."""
+    """A body of a service or of a store, its fields in their order. Raises WireError."""
     try:
-        body: T = _adapter(cast(Hashable, kind)).validate_python(json.loads(data))
+        found = json.loads(data)
+        body = _adapter(cast(Hashable, kind)).validate_python(found)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not a {kind.__name__}: {_why(error):.200}") from None
-    return body
+    if isinstance(body, dict):  # pydantic has the declared fields first
+        body = {name: body[name] for name in found if name in body}
+    return cast(T, body)
 
 
 def parse_frame(data: bytes) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from loadtest import faults
 from loadtest.chaos.cells import Target
 from loadtest.fleet import MODEL
-from services.executor.checkpoint.gguf import GgufTensors
+from services.executor.quantised.gguf import GgufTensors
 from shared.config import load
 from shared.vocab.files import resolve
 

@@ -30,7 +30,7 @@ def export(files: ModelFiles, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from services.executor.checkpoint.gguf import load_gguf
+    from services.executor.quantised.gguf import load_gguf
 
     shapes, weights = load_gguf(files.path, torch.bfloat16, torch.device("cpu"))
     vocabulary = load_vocabulary(files)

@@ -576,10 +576,8 @@ def _check_threads(asked: int) -> None:
 def _timed_threads(settings: Settings, path: Path, dtype: str) -> int:
     """The threads to begin with on a CPU; 0: not timed. Logs the times, and where another dtype would be
     faster than the f32 or bf16 that a rule chose."""
-    from services.executor.checkpoint.loader import PACKED
-
-    by_rule = settings.dtype.partition("/")[0] == "auto"
-    timing = timing_of(settings, path, dtype, ("f32", "bf16") if by_rule and dtype not in PACKED else ())
+    others = ("f32", "bf16") if settings.dtype.partition("/")[0] == "auto" else ()
+    timing = timing_of(settings, path, dtype, others if dtype in others else ())
     if timing is None:
         return 0
     log.info("%s", timing)

@@ -38,7 +38,7 @@ from services.executor.engine import (
 from services.executor.sampling.logits_processors import cut_why
 from shared.clock import Clock
 from shared.errors import EngineError
-from shared.messages import ROW_REFUSED, SlotClose, SlotOpen, StepPlan, StepResult, ints
+from shared.messages import ROW_REFUSED, SlotClose, SlotOpen, StepPlan, StepResult, floats, ints
 
 if TYPE_CHECKING:
     from services.executor.engine import Sleeper
@@ -79,9 +79,13 @@ class RejectedSlot:
 
 
 def checked_slot(opened: SlotOpen, info: BackendInfo) -> SlotOpen | RejectedSlot:
-    """`opened`, or RejectedSlot for a sequence that the engine cannot compute."""
-    error = sequence_error(opened, info)
-    return RejectedSlot(opened, ROW_REFUSED + error) if error else opened
+    """`opened`, or RejectedSlot for a sequence that the engine cannot compute. Its prediction loses tokens
+    that the weights lack: as drafts they would be rows out of the embedding."""
+    if error := sequence_error(opened, info):
+        return RejectedSlot(opened, ROW_REFUSED + error)
+    if max(opened.prediction, default=0) < info.vocab:
+        return opened
+    return replace(opened, prediction=ints(token for token in opened.prediction if token < info.vocab))
 
 
 Work = SlotOpen | RejectedSlot | SlotClose | StepPlan | Reset | Switch | Refused | None  # None: the end
@@ -331,16 +335,24 @@ class Step:
             return output
         ids, done, counts = ints(), output.done[:], output.counts[:]
         ends = [*accumulate(counts or [1] * len(done))]
+        kept = list[int]()  # indices of the ids that stay, and of the first one of each rejected row
         for row, begin in enumerate([0, *ends[:-1]]):
             if row not in rows:
                 ids.extend(output.ids[begin : ends[row]])
+                kept += range(begin, ends[row])
                 continue
             ids.append(-1)
+            kept.append(begin)
             done[row] = 2
             if counts:
                 counts[row] = 1
-        errors = dict(output.row_errors) | rows
-        return replace(output, ids=ids, done=done, counts=counts, row_errors=tuple(errors.items()))
+        errors = tuple((dict(output.row_errors) | rows).items())
+        output = replace(output, ids=ids, done=done, counts=counts, row_errors=errors)
+        if not output.logprobs:
+            return output
+        # A rejected row has no alternatives: its stand-in asks for none.
+        logprobs, tops = floats(output.logprobs[i] for i in kept), ints(output.top_counts[i] for i in kept)
+        return replace(output, logprobs=logprobs, top_counts=tops)
 
     def _result(self, output: StepOutput, sampling_us: int, published_us: int) -> StepResult:
         end_us = self._clock.now_us()

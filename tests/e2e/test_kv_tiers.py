@@ -221,8 +221,8 @@ INSIDE = "KV_TIERS_WITHOUT_NETWORK"
 
 
 def test_control_messages_stay_small_and_no_network_connection_is_made(tmp_path: Path) -> None:
-    """Prompts have as many blocks as one lookup may name; device memory holds one of them. Runs in a namespace
-    without a network, unless the kernel forbids that."""
+    """Prompts have as many blocks as one lookup may name; device memory holds one of them. Runs in a
+    namespace without a network, unless the kernel forbids that."""
     if (
         INSIDE not in os.environ
         and subprocess.run([*NO_NETWORK, "true"], capture_output=True).returncode == 0

@@ -19,8 +19,8 @@ from loadtest.peers.export import export
 from loadtest.peers.server import Peer, read_peers, running
 from loadtest.peers.turns import order
 from loadtest.processes import TICKS_A_SECOND, cpu_s, tree
-from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.weights import load_hf
+from services.executor.quantised.gguf import load_gguf
 from shared.errors import BadRequest, SetupError
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import load_vocabulary

@@ -40,6 +40,7 @@ LAYERS = {
         ("device_thread", "parallel", "sampling", "speculation"),
         ("model",),
         ("checkpoint",),
+        ("quantised",),
         ("kv_transfer", "sim"),
         ("cpu", "cuda"),
         ("encoder", "group"),
@@ -67,6 +68,7 @@ HANGING = (
     "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
+    "services/executor/quantised/",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.

@@ -35,6 +35,7 @@ DELETABLE = {
     "services/executor/group/": "services/executor/actor.py",
     "services/executor/sampling/grammar_matchers.py": "services/executor/sampling/grammar.py",
     "services/executor/speculation/": "services/executor/engine.py",
+    "services/executor/quantised/": "services/executor/checkpoint/stored.py",
     "services/scheduler/speculation.py": "services/scheduler/step_planner.py",
     "services/tokenizer/aliases.py": "services/tokenizer/actor.py",
     "services/tokenizer/standby.py": "services/tokenizer/actor.py",
@@ -70,7 +71,8 @@ DELETABLE = {
     "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
 }
 
-LINES = {  # one a command, and that for mistyped ones
+LINES = {  # one a command, and that for mistyped ones; one a format, and one a dtype that keeps it
+    "services/executor/quantised/": 6,
     "services/launcher/commands/chat.py": 2, "services/launcher/commands/completion.py": 2,
     "services/launcher/commands/record.py": 3, "services/launcher/commands/status.py": 3,
     "services/launcher/commands/submit.py": 4,

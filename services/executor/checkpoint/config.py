@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.sampling.ref import PARAMETERS
-from services.executor.checkpoint.quantised import scheme_of, shown
+from services.executor.checkpoint.stored import scheme_of
 from services.executor.engine import LAST_TOKEN
 from services.executor.model.description import ExpertShapes, Shapes
 from shared.errors import SetupError
@@ -563,6 +563,12 @@ def check_gguf(metadata: Mapping[str, Any], kind: str) -> None:
             raise _unknown(key, value, "the GGUF file")
         if name in _GGUF_ONE_VALUE:
             _only(metadata, key, _GGUF_ONE_VALUE[name], "the GGUF file")
+
+
+def shown(value: object) -> str:
+    """A value of a configuration for an error, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
 
 
 def _only(given: Mapping[str, Any], key: str, value: object, where: str) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import logging
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -21,15 +21,6 @@ import torch
 import kernels.cpu_jit
 from kernels.attention import FP8
 from services.executor.checkpoint.config import pooling_of, read_shapes
-from services.executor.checkpoint.gguf import load_gguf, stored_gguf, type_of_blocks
-from services.executor.checkpoint.int4 import LEAST_CAPABILITY as LEAST_FOR_INT4
-from services.executor.checkpoint.int4 import (
-    Int4Format,
-    can_take,
-    dummy_in_int4,
-    part_in_blocks,
-    part_in_int4,
-)
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -39,19 +30,25 @@ from services.executor.checkpoint.kv_cache import (
     kv_format,
     size_bytes,
 )
-from services.executor.checkpoint.quantised import LEAST_CAPABILITY, part_in_fp8, scheme_in, stored_in
-from services.executor.checkpoint.stored import FileStates, check_unchanged, states_of
+from services.executor.checkpoint.stored import (
+    KEPT,
+    FileStates,
+    Stored,
+    check_unchanged,
+    scheme_in,
+    states_of,
+)
 from services.executor.checkpoint.weights import (
     WHOLE,
+    LoadPart,
     Stage,
     StoredTensor,
     Weights,
+    format_of,
     load_dummy,
-    load_hf,
     partition,
     plain_part,
     stage_partition,
-    stored_hf,
 )
 from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
 from services.executor.model.description import Shapes
@@ -73,17 +70,6 @@ _NO_TILES = "amx without tiles"  # a CPU of this kind whose tiles kernels may no
 SMALL_BYTES = 256 << 20  # of weights in files, see _is_small
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
-_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-# Weights in int8, in the blocks of their file, in fp8 (fp8.py), in 4 bits (int4.py); and the dtype between
-# their products.
-PACKED = ("packed", "packed8")
-_KEPT = {
-    "int8": torch.bfloat16,
-    **dict.fromkeys(PACKED, torch.float32),
-    "fp8": torch.bfloat16,
-    "int4": torch.bfloat16,
-}
-_KV = {**_DTYPES, **_KEPT, **dict.fromkeys(PACKED, torch.float16)}  # of KV, by default; half the reads of f32
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", FP8: "fp8"}
 
 
@@ -94,7 +80,7 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = "auto"  # one of _DTYPES or _KEPT; auto: f32 on a CPU, as stored or bf16 on a GPU
+    dtype: str = "auto"  # one of DTYPES; auto: f32 on a CPU, as stored or bf16 on a GPU
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype, f16 with packed weights
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
@@ -127,7 +113,48 @@ class Loaded:
     stage: Stage = WHOLE
     files: FileStates  # as they were loaded
     threads: int  # of torch, to begin with
-    kept_in: str = ""  # the weights of products, if not in the model's dtype: one of _KEPT
+    kept_in: str = ""  # the weights of products, if not in the model's dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtype:
+    """What the weights of a model are in. `why_not`: why those of the options cannot be so on a device, empty
+    if they can; `best`: the choice of so many ranks of a CPU for a model, and why, empty for other models;
+    `sample`: the name of the type of a model's weights, and what makes a matrix of so many bytes of it, with
+    so many columns."""
+
+    computed: torch.dtype = torch.bfloat16  # between the products
+    kv: torch.dtype = torch.bfloat16  # by default
+    is_quantised: bool = True
+    in_blocks: bool = False  # see FileFormat
+    own_sums: bool = False  # of products on a CPU: no library, which differs by maker, adds them up
+    why_not: Callable[[TorchOptions, torch.device], str] = lambda *_: ""
+    load_part: Callable[[TorchOptions], LoadPart] = lambda _: plain_part
+    best: Callable[[Path, int], tuple[str, str]] = lambda *_: ("", "")
+    sample: Callable[[Path], tuple[str, Callable[[int, int], Stored]] | None] | None = None
+
+
+def why_not_on_cpu(options: TorchOptions, device: torch.device) -> str:
+    """Why products with bytes of weights cannot run on `device`; empty if they can."""
+    if device.type != "cpu":
+        return f"dtype {options.dtype} is for CPUs; use bf16 or fp8"
+    if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
+        return f"dtype {options.dtype} needs a CPU with AVX2 and F16C, and Numba; use bf16"
+    return ""
+
+
+_OWN = {
+    "bf16": Dtype(is_quantised=False),
+    "f32": Dtype(computed=torch.float32, kv=torch.float32, is_quantised=False),
+    "int8": Dtype(why_not=why_not_on_cpu),
+}
+DTYPES = (*_OWN, *KEPT)
+
+
+def dtype_named(name: str) -> Dtype:
+    """One of DTYPES."""
+    found: Dtype = resolve_name(KEPT[name]) if name in KEPT else _OWN[name]
+    return found
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
@@ -139,34 +166,24 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     threads = options.threads or options.first_threads or usable_threads(ranks.size)
     torch.set_num_threads(1 if _is_small(options) and device.type == "cpu" else threads)
     name = _dtype_name(options, device)
-    dtype = {**_DTYPES, **_KEPT}[name]
-    in_int4 = dummy_in_int4 if options.dummy else part_in_int4
-    by_name = {"fp8": part_in_fp8, "int4": in_int4, **dict.fromkeys(PACKED, part_in_blocks)}
-    load_part = by_name.get(name, plain_part)
-    if name == "int4" and options.model_path.suffix == ".gguf" and not options.dummy:
-        from services.executor.checkpoint.gguf_blocks import part_in_groups  # it imports Numba
-
-        load_part = part_in_groups
+    how = dtype_named(name)
+    dtype, load_part = how.computed, how.load_part(options)
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
     partition_of = functools.partial(partition, rank=ranks.rank, size=ranks.size)
     if options.pipeline:
         partition_of = functools.partial(stage_partition, stage=stage)
-    if options.dummy:
-        shapes, weights = load_dummy(options.model_path, dtype, device, partition_of, load_part)
-    elif options.model_path.suffix == ".gguf":
-        packed = name in (*PACKED, "int4")
-        shapes, weights = load_gguf(
-            options.model_path, dtype, device, partition_of, packed=packed, load_part=load_part
-        )
-    else:
-        shapes, weights = load_hf(options.model_path, dtype, device, partition_of, load_part)
-    if device.type == "cuda" and (ranks.size > 1 or name in ("fp8", "int4")):
+    files_of = format_of(options.model_path)
+    read = files_of.load_in_blocks if how.in_blocks else files_of.load
+    shapes, weights = (load_dummy if options.dummy else read)(
+        options.model_path, dtype, device, partition_of, load_part
+    )
+    if device.type == "cuda" and (ranks.size > 1 or how.is_quantised):
         torch.cuda.empty_cache()  # other ranks' parts, plain numbers: fitting_blocks measures the free memory
     wanted = _context_tokens(shapes, options.max_context)
     shapes = shapes.for_context(wanted)
-    kept = kv_format(options.kv_dtype, _KV[name], shapes, weights, sharing, stage)
-    size = block_bytes(shapes, options.block_tokens, kept.dtype)
+    kv = kv_format(options.kv_dtype, how.kv, shapes, weights, sharing, stage)
+    size = block_bytes(shapes, options.block_tokens, kv.dtype)
     blocks = options.blocks or fitting_blocks(
         size, device, options.slots * blocks_for(wanted, options.block_tokens), only_tier=options.only_tier
     )
@@ -177,18 +194,18 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
             f"{blocks} KV blocks of {options.block_tokens} tokens hold no sequence of {options.max_context}; "
             "raise kv_blocks or lower max_context"
         )
-    cache = allocate(shapes, blocks, options.block_tokens, kept.dtype, weights.norm)
+    cache = allocate(shapes, blocks, options.block_tokens, kv.dtype, weights.norm)
     log.info(
         "%d KV blocks of %d tokens and %d bytes in %s: %.2f GiB, %d tokens; sequences up to %d",
-        blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
+        blocks, options.block_tokens, size, kv.name, blocks * size / 2**30, blocks * options.block_tokens,
         context,
     )  # fmt: skip
-    kept_in = name if name in _KEPT else ""
+    kept_in = name if how.is_quantised else ""
     by_row = " row by row" * options.deterministic  # "deterministic": older blocks, with other bits on CPUs
-    how = f" in {kept_in}" * bool(kept_in) + by_row
+    arithmetic = f" in {kept_in}" * bool(kept_in) + by_row
     if device.type == "cpu":
-        how += f" by {cpu_arithmetic(name)}"
-    digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
+        arithmetic += f" by {cpu_arithmetic(name)}"
+    digest = fingerprint(options.model_name + arithmetic, shapes, weights, cache.block_tokens, kv, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
         stage=stage, files=files, threads=threads, kept_in=kept_in,
@@ -208,7 +225,7 @@ def cpu_arithmetic(dtype: str) -> str:
     words = [kind.name if kind else platform.machine(), f"torch {torch.backends.cpu.get_cpu_capability()}"]
     if words[0] == "amx" and not kernels.cpu_jit.has_amx():  # Linux or ONEDNN_MAX_CPU_ISA forbids them
         words[0] = _NO_TILES
-    if kind is None or dtype not in PACKED:
+    if kind is None or not dtype_named(dtype or "f32").own_sums:
         with contextlib.suppress(OSError):
             found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
             words += [found[1]] if found else []
@@ -223,11 +240,10 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str, arithmetic: s
     tensors' bytes in the file: about 512 kB in 0.1 s, where all bytes take seconds for each GB. So a change
     of one row may be missed, and the same weights in another file format have another digest."""
     stored: Iterable[StoredTensor] = ()
-    if options.dummy or options.model_path.suffix != ".gguf":
+    if options.dummy:
         shapes = read_shapes(options.model_path)
-        stored = () if options.dummy else stored_hf(options.model_path)
     else:
-        shapes, stored = stored_gguf(options.model_path)
+        shapes, stored = format_of(options.model_path).stored(options.model_path)
     shapes = shapes.for_context(_context_tokens(shapes, options.max_context))
     modes = f"dummy {options.dummy} deterministic {options.deterministic}"
     facts = [_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes]
@@ -235,8 +251,8 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str, arithmetic: s
         facts.append(cpu_arithmetic(dtype) if arithmetic is None else arithmetic)
     if shapes.rope_gain != 1.0:
         facts.append(f"rope gain {shapes.rope_gain!r}")
-    if isinstance(scheme := scheme_in(options.model_path), Int4Format):
-        facts.append(repr(scheme))  # the same bytes are other numbers in another format
+    if fact := scheme_in(options.model_path).fact:
+        facts.append(fact)
     return sampled_digest(facts, stored)
 
 
@@ -259,14 +275,14 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
     """Raise SetupError unless the engine of these options would have the model digest `wanted`. Reads little
     of the weights, and loads none."""
     dtype = _dtype_name(options, device_of(options.device))
-    own_kv = _NAMES[_KV[dtype]] if options.kv_dtype == "auto" else options.kv_dtype
+    own_kv = _NAMES[dtype_named(dtype).kv] if options.kv_dtype == "auto" else options.kv_dtype
     own = model_digest(options, dtype, own_kv)
     if own == wanted:
         return
-    for computed, kv, mode in product((*_DTYPES, *_KEPT), ("", "/fp8"), (False, True)):
-        kept = kv.removeprefix("/") or _NAMES[_KV[computed]]
-        if model_digest(replace(options, deterministic=mode), computed, kept) == wanted:
-            flags = " ".join(_flags(computed, kept, deterministic=mode))
+    for computed, kv, mode in product(DTYPES, ("", "/fp8"), (False, True)):
+        kept_kv = kv.removeprefix("/") or _NAMES[dtype_named(computed).kv]
+        if model_digest(replace(options, deterministic=mode), computed, kept_kv) == wanted:
+            flags = " ".join(_flags(computed, kept_kv, deterministic=mode))
             raise SetupError(f"the executors that serve this model compute otherwise: start with {flags}")
     if other := _arithmetic_of(options, dtype, own_kv, wanted):
         raise SetupError(
@@ -286,7 +302,7 @@ def _arithmetic_of(options: TorchOptions, dtype: str, kv_dtype: str, wanted: str
         return ""
     kinds, instructions = [*(kind.name for kind in kernels.cpu_jit.CPU_KINDS), _NO_TILES], ("AVX2", "AVX512")
     makers = (", AuthenticAMD", ", GenuineIntel")
-    found = product(kinds, instructions, [""] if dtype in PACKED else makers)
+    found = product(kinds, instructions, [""] if dtype_named(dtype).own_sums else makers)
     without_kind = product(["x86_64"], (*instructions, "DEFAULT"), makers)  # if Numba is missing
     for kind, used, maker in (*found, *without_kind):
         words = f"{kind}, torch {used}{maker}"
@@ -297,7 +313,7 @@ def _arithmetic_of(options: TorchOptions, dtype: str, kv_dtype: str, wanted: str
 
 def _flags(computed: str, kept: str, *, deterministic: bool) -> tuple[str, ...]:
     """The flags that decide which tokens are chosen."""
-    kv = "" if kept == _NAMES[_KV[computed]] else f"/{kept}"
+    kv = "" if kept == _NAMES[dtype_named(computed).kv] else f"/{kept}"
     return f"--dtype {computed}{kv}", f"--{'' if deterministic else 'no-'}deterministic"
 
 
@@ -305,13 +321,13 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
     """The facts of an engine with the loaded model. Raises SetupError if its files have changed since the
     load began: what was read of them may be of two models."""
     cache = loaded.cache
-    kept = _NAMES[cache.tensor.dtype]
+    kv = _NAMES[cache.tensor.dtype]
     computed = loaded.kept_in or _NAMES[cache.activations]
     vocab, tokens = vocab_digests(options)
     info = BackendInfo(
         backend="torch",
         model=options.model_name,
-        dtype=computed if computed == kept and not loaded.kept_in else f"{computed}/{kept}",
+        dtype=computed if computed == kv and not loaded.kept_in else f"{computed}/{kv}",
         fingerprint=loaded.fingerprint,
         vocab_digest=vocab,
         tokens_digest=tokens,
@@ -325,9 +341,9 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         max_stop_ids=STOP_IDS,
         reports_grammars=True,
         follows_grammars=True,
-        model_digest=model_digest(options, computed, kept),
+        model_digest=model_digest(options, computed, kv),
         weights=model_digest(replace(options, deterministic=False), "", ""),
-        flags=_flags(computed, kept, deterministic=options.deterministic),
+        flags=_flags(computed, kv, deterministic=options.deterministic),
         memory_bytes=cache.tensor.nbytes + size_bytes(loaded.weights),
         only_tier=options.only_tier,
         hidden=loaded.shapes.hidden,
@@ -369,23 +385,21 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
-    """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
-    mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; `bf16` for a
-    checkpoint in bfloat16 on a CPU with AMX; else `f32`; on a GPU `auto`."""
+    """What a server computes in if no dtype is chosen, and why: on a CPU the `best` of a dtype of KEPT,
+    `bf16` for a checkpoint in bfloat16 with AMX, else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
         return "auto", "on a GPU fp8 or int4 if the checkpoint is so, int4 for a GGUF file, else bf16"
-    in_4_bits = stored_in(path) == "int4"
-    if path.suffix != ".gguf" and not in_4_bits:
-        if _is_in_bf16(path) and kernels.cpu_jit.has_amx():
-            return "bf16", "the checkpoint is in bf16, which AMX multiplies"
-        return "f32", "no GGUF file: int8 and bf16 are faster, with other near ties"
-    if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
-        return "f32", "this CPU has no AVX2 with F16C, or Numba is missing"
-    if ranks > 1:
-        return "f32", "several ranks share the layers, and cuts may fall within a block"
-    if not in_4_bits and type_of_blocks(path) is None:
-        return "f32", "few weights of the file are in blocks of 4 to 8 bits"
-    return "packed", "the weights stay in the file's blocks; packed8 is faster, with other near ties"
+    for name in KEPT:
+        if (found := dtype_named(name).best(path, ranks))[0]:
+            return found
+    if _is_in_bf16(path) and kernels.cpu_jit.has_amx():
+        return "bf16", "the checkpoint is in bf16, which AMX multiplies"
+    return "f32", "no GGUF file: int8 and bf16 are faster, with other near ties"
+
+
+def kept_on_gpu(path: Path) -> str:
+    """The dtype that keeps the weights of a model as they are stored on a GPU; bf16: of plain ones."""
+    return scheme_in(path).kept_in or format_of(path).kept_in or "bf16"
 
 
 def _is_in_bf16(folder: Path) -> bool:
@@ -403,85 +417,16 @@ def _dtype_name(options: TorchOptions, device: torch.device) -> str:
     if name == "auto":
         if device.type == "cpu":
             return "f32"
-        name = stored_in(path) or ("int4" if path.suffix == ".gguf" else "bf16")
-        if name == "fp8" and _why_not_fp8(options, device):
+        name = kept_on_gpu(path)
+        if (why := dtype_named(name).why_not(options, device)) and not scheme_in(path).is_larger_plain:
             return "bf16"
-        if path.suffix == ".gguf" and _why_not_int4(options, device):
-            return "bf16"
-        if name == "int4" and (why := _why_not_int4(options, device)):
-            raise SetupError(why)
-    elif name in ("fp8", "int4"):
-        if why := (_why_not_fp8 if name == "fp8" else _why_not_int4)(options, device):
-            raise SetupError(why)
-    elif name in _KEPT:
-        if device.type != "cpu":
-            raise SetupError(f"dtype {name} is for CPUs; use bf16 or fp8")
-        if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
-            raise SetupError(f"dtype {name} needs a CPU with AVX2 and F16C, and Numba; use bf16")
-        if name in PACKED and path.suffix != ".gguf" and stored_in(path) != "int4":
-            raise SetupError(
-                f"dtype {name} is for GGUF files and checkpoints in 4 bits; use int8, bf16 or f32"
-            )
-    elif name not in _DTYPES:
-        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join((*_DTYPES, *_KEPT))}")
+    elif name not in DTYPES:
+        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)}")
+    else:
+        why = dtype_named(name).why_not(options, device)
+    if why:
+        raise SetupError(why)
     return name
-
-
-def _why_not_fp8(options: TorchOptions, device: torch.device) -> str:
-    """Why these weights cannot be in fp8 on `device`; empty if they can."""
-    if device.type != "cuda":
-        return "dtype fp8 is for GPUs; on a CPU use packed (GGUF files), int8, bf16 or f32"
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return (
-            f"dtype fp8 needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, which "
-            f"{torch.cuda.get_device_name(device)} has not; use bf16"
-        )
-    if options.deterministic:
-        return (
-            "dtype fp8 is not deterministic: the library chooses its kernel by the number of rows; use bf16"
-        )
-    if options.model_path.suffix != ".gguf" and read_shapes(options.model_path).experts is not None:
-        return "dtype fp8 has no products of experts; use bf16"
-    return ""
-
-
-def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
-    """Why these weights cannot stay in 4 bits on `device`; empty if they can."""
-    instead = "use dtype fp8 or bf16, which dequantise the weights at load, to twice or four times the memory"
-    if device.type != "cuda":
-        return "dtype int4 is for GPUs; on a CPU use packed, or f32, bf16 or int8, which dequantise at load"
-    gguf = options.model_path.suffix == ".gguf"
-    in_blocks = gguf and kernels.cpu_jit.available() and type_of_blocks(options.model_path) is not None
-    if not options.dummy and not in_blocks and stored_in(options.model_path) != "int4":
-        return (
-            "dtype int4 is for checkpoints in 4 bits (awq, gptq, compressed-tensors pack-quantized and "
-            "mxfp4-pack-quantized) and GGUF files of 4 to 8 bits; use fp8 or bf16"
-        )
-    if in_blocks:
-        shapes, _ = stored_gguf(options.model_path)
-        if not can_take(shapes.hidden, shapes.intermediate):
-            return (
-                f"dtype int4 has no products of {shapes.hidden} by {shapes.intermediate} columns, which are "
-                f"no multiples of 128; {instead}"
-            )
-    if importlib.util.find_spec("humming") is None:
-        return f"weights in 4 bits need humming-kernels: pip install 'headrace[int4]'; or {instead}"
-    if torch.cuda.get_device_capability(device) < LEAST_FOR_INT4:
-        return (
-            f"dtype int4 needs compute capability {'.'.join(map(str, LEAST_FOR_INT4))}, which "
-            f"{torch.cuda.get_device_name(device)} has not; {instead}"
-        )
-    if options.deterministic:
-        return f"dtype int4 is not deterministic: its kernels differ by the number of rows; {instead}"
-    if gguf:
-        return ""
-    shapes = read_shapes(options.model_path)
-    if shapes.experts is not None and not can_take(shapes.hidden, shapes.experts.width):
-        return (
-            f"dtype int4 has no products of experts of {shapes.hidden} by {shapes.experts.width} columns, "
-            "which are no multiples of 128; use dtype bf16, which dequantises them at load"
-        )
-    return ""
 
 
 def _context_tokens(shapes: Shapes, asked: int) -> int:

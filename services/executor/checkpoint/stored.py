@@ -2,39 +2,43 @@
 
 Only `loaded` reads: before it a weight is a place in a file, so that a rank reads no more than its part.
 
-The values of GGUF's types of tensors. gguf.py and gguf_blocks.py read them.
+The tables of weight formats beside plain numbers in safetensors: of files, of how the matrices of a folder
+are stored, and of the dtypes in which weights stay quantised. The loader asks them, and names no format.
 
-The files of a model while they are read: a change under a reader is an error, never other weights.
-
-    load    the states of all files before and after it are the same, or the start fails (`check_unchanged`)
-    steps   rows that stay in a file are read by pread; if its state is another one after that, so may be its
-            bytes, and all rows are summed again (`RowsInFile`)
-
-A mapping would not do for steps: where a file was cut off, or its disk fails, the kernel ends the process
-(SIGBUS). The kernel changes the time of a file before a writer's bytes can be read, so the look comes last.
-A file whose name was given to another one is the same file for those that have it open.
+The files of a model while they are read: a change under a reader is an error, never other weights. The states
+of all files before and after a load are the same, or the start fails (`check_unchanged`).
 """
 
 from __future__ import annotations
 
-import math
+import json
 import os
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES
-from gguf.constants import GGMLQuantizationType as GgmlType
-from gguf.quants import dequantize as gguf_dequantize
-from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine import EngineGone
 from shared.errors import SetupError
+
+if TYPE_CHECKING:
+    from kernels.cpu_jit.block_weights import Blocks
+
+FILES = {  # by suffix: a FileFormat (weights.py)
+    ".gguf": "services.executor.quantised.gguf:FORMAT",
+}
+SCHEMES = {  # by key of config.json: gives the Scheme of its value
+    "quantization_config": "services.executor.quantised.schemes:scheme_of",
+}
+KEPT = {  # by name: a Dtype (loader.py)
+    "packed": "services.executor.quantised.dtypes:PACKED",
+    "packed8": "services.executor.quantised.dtypes:PACKED",
+    "fp8": "services.executor.quantised.dtypes:FP8",
+    "int4": "services.executor.quantised.dtypes:INT4",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,15 @@ class Stored(Protocol):
         """This weight for `rows` alone: what can be read again from a file takes no memory."""
         return self
 
+    def blocks(self) -> list[Blocks]:
+        """The matrices that products of a CPU take as they are; none: they take `values`."""
+        return []
+
+    @property
+    def operand(self) -> Any:
+        """What products of a GPU take: plain numbers, or a matrix of kernels.quantised."""
+        return self.values
+
 
 @dataclass(frozen=True, slots=True)
 class Dense(Stored):
@@ -132,67 +145,65 @@ def in_memory(read: Tensor, device: torch.device, dtype: torch.dtype | None = No
     return found.clone() if found is read else found
 
 
-def dequantize(raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
-    """The values of a tensor of `shape`, float32. Raises the gguf library's NotImplementedError for a type
-    that it cannot read; the caller adds the file and the tensor.
+class Scheme(Protocol):
+    """How a folder stores its matrices; what a scheme leaves out is as of plain tensors. `names`: of the
+    folder's tensors."""
 
-    The gguf library's NumPy code is the reference, and serves every type outside FAST. FAST has the types
-    of common small models in torch, bit-equal and on all threads: 0.3 s where NumPy takes 2 s, for 135M
-    parameters on 2 cores. Layouts: ggml-common.h of llama.cpp."""
-    if kind == GgmlType.F32:
-        return torch.from_numpy(raw.view(np.float32).copy()).view(shape)
-    if kind in FAST:
-        return FAST[kind](torch.from_numpy(raw.copy())).view(shape)
-    return torch.from_numpy(gguf_dequantize(raw.reshape(math.prod(shape[:-1]), -1), kind)).view(shape)
+    kept_in: ClassVar[str] = ""  # the dtype that keeps them as they are stored
+    is_larger_plain: ClassVar[bool] = False  # so they get plain only if asked for
+    has_empty_biases: ClassVar[bool] = False  # matrices may have a bias of zeros that the model does not have
 
+    @property
+    def fact(self) -> str:
+        """For digests, if the same bytes are other numbers in another scheme."""
+        return ""
 
-def _float16s(blocks: Tensor, count: int) -> Tensor:
-    """The first `count` float16 numbers of each block as float32."""
-    return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
+    def weight_of(self, name: str, names: Mapping[str, Any]) -> str | None:
+        """The weight that has this tensor, among others, in its place."""
+        return None
 
+    def scales_of(self, name: str, kind: str, names: Mapping[str, Any]) -> str | None:
+        """The tensor beside a weight of a type, as safetensors names it, that has its scales."""
+        return None
 
-def _nibbles(packed: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """32 values of 4 bits per block of 16 bytes, low nibbles first: `nibble * scale + offset`."""
-    values = torch.empty(packed.shape[0], 32)
-    torch.mul(packed & 15, scale, out=values[:, :16])
-    torch.mul(packed >> 4, scale, out=values[:, 16:])
-    return values.add_(offset)
-
-
-def _q4_0(raw: Tensor) -> Tensor:
-    blocks = raw.view(-1, 18)  # scale f16, 16 bytes of nibbles around 8
-    scale = _float16s(blocks, 1)
-    return _nibbles(blocks[:, 2:], scale, scale * -8)
+    def stored(self, weight: str, names: Mapping[str, Any], read: Callable[[str], Dense]) -> Stored:
+        """A weight, not yet read, of tensors that `read` gives; their source has their type as `kind`. Raises
+        SetupError for tensors that do not fit."""
+        return read(weight)
 
 
-def _q4_1(raw: Tensor) -> Tensor:
-    blocks = raw.view(-1, 20)  # scale f16, least value f16, 16 bytes of nibbles
-    scale, least = _float16s(blocks, 2).chunk(2, -1)
-    return _nibbles(blocks[:, 4:], scale, least)
+class PlainTensors(Scheme):
+    """See Scheme."""
 
 
-def _q8_0(raw: Tensor) -> Tensor:
-    blocks = raw.view(-1, 34)  # scale f16, 32 int8
-    return blocks[:, 2:].view(torch.int8) * _float16s(blocks, 1)
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """How the weights beside a config.json are stored. Raises SetupError for a scheme that is not
+    supported."""
+    found = (resolve_name(name)(config) for key, name in SCHEMES.items() if config.get(key))
+    if (scheme := next(found, None)) is None and config.get("quantization_config"):
+        raise absent("quantization_config in config.json")
+    return scheme or PlainTensors()
 
 
-def _f16(raw: Tensor) -> Tensor:
-    return raw.view(torch.float16).float()
+def scheme_in(path: Path) -> Scheme:
+    """`scheme_of` of a folder; a plain one also for what cannot be read or is not supported: loading it gives
+    the reason."""
+    try:
+        return scheme_of(json.loads((path / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, AttributeError, SetupError):
+        return PlainTensors()
 
 
-def _bf16(raw: Tensor) -> Tensor:
-    return raw.view(torch.bfloat16).float()
+def absent(what: str) -> SetupError:
+    """The error for weights in a format of which this installation has no reader."""
+    return SetupError(
+        f"{what}: this installation has no reader of quantised weights (services/executor/quantised/): "
+        "install headrace with it, or use an unquantised folder of safetensors"
+    )
 
 
-FAST = {  # others are read with the gguf library
-    GgmlType.F16: _f16, GgmlType.BF16: _bf16, GgmlType.Q4_0: _q4_0, GgmlType.Q4_1: _q4_1,
-    GgmlType.Q8_0: _q8_0,
-}  # fmt: skip
-
-
-_PIECE_BYTES = 1 << 20
 _READ = (".safetensors", ".json", ".jinja")  # files of a model's folder; others may change
-_CURE = "give a new model a name of its own, or rename it over the old one"
+CURE = "give a new model a name of its own, or rename it over the old one"
 
 
 class FileState(NamedTuple):
@@ -206,7 +217,6 @@ class FileState(NamedTuple):
 
 
 FileStates = tuple[FileState, ...]
-ValuesOf = Callable[[NDArray[np.uint8]], Tensor]  # the numbers of rows, from their bytes
 
 
 def states_of(path: Path) -> FileStates:
@@ -214,7 +224,7 @@ def states_of(path: Path) -> FileStates:
     found, inside = [], path.is_dir()
     for each in sorted(file for file in path.iterdir() if file.suffix in _READ) if inside else [path]:
         try:
-            found.append(_state(each.name, each.stat()))
+            found.append(state_of(each.name, each.stat()))
         except OSError:  # gone, or a link to nothing: the reader of the model names it
             continue
     return tuple(found)
@@ -224,103 +234,8 @@ def check_unchanged(path: Path, before: FileStates) -> None:
     """Raise SetupError if the files of the model at `path` have changed since `before`."""
     if changed := {each.name for each in {*states_of(path)} ^ {*before}}:
         where = path / min(changed) if path.is_dir() else path
-        raise SetupError(f"{where} has changed while it was loaded; wait until it is whole, or {_CURE}")
+        raise SetupError(f"{where} has changed while it was loaded; wait until it is whole, or {CURE}")
 
 
-class OpenFile:
-    """A file of weights, mapped for the load alone; rows of it are read later."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
-        self._path, self._file = path, path.open("rb")
-        self._state = _state(path.name, os.fstat(self._file.fileno()))
-
-    def mapped(self) -> NDArray[np.uint8]:
-        """Its bytes. Raises ValueError for an empty file."""
-        return np.memmap(self._file, mode="r", dtype=np.uint8)
-
-    def read(self, into: NDArray[np.uint8], start_bytes: int) -> None:
-        """Fill an array with the bytes from an offset on. Raises EngineGone if they are not there."""
-        try:
-            size = os.preadv(self._file.fileno(), [into.data], start_bytes)
-        except OSError as error:
-            raise EngineGone(f"the model's file {self._path} cannot be read any more ({error})") from error
-        if size != into.nbytes:
-            raise self.gone("cut off")
-
-    def check(self, unharmed: Callable[[], bool]) -> None:
-        """Ask whether what was loaded is `unharmed` if the file was written to. Raises EngineGone if not."""
-        if (now := _state(self._path.name, os.fstat(self._file.fileno()))) != self._state:
-            if not unharmed():
-                raise self.gone("written to")
-            self._state = now
-
-    def gone(self, how: str) -> EngineGone:
-        """The error for a file that is not what was loaded."""
-        return EngineGone(f"the model's file {self._path} was {how} while it was served: {_CURE}")
-
-
-@dataclass(frozen=True, slots=True)
-class FileMatrix:
-    """Where a matrix of `rows` of a type is in a file."""
-
-    file: OpenFile
-    start_bytes: int
-    rows: int
-    row_bytes: int
-    kind: GgmlType
-
-    def read(self, order: Sequence[int]) -> NDArray[np.uint8]:
-        """The rows at the indices `order`, `[len(order), row_bytes]`. Raises EngineGone."""
-        found = np.empty((len(order), self.row_bytes), np.uint8)
-        for row, at in zip(found, order, strict=True):
-            self.file.read(row, self.start_bytes + at * self.row_bytes)
-        return found
-
-    def summed(self) -> int:
-        """A checksum of all rows: 30 ms for 30 MB. Raises EngineGone."""
-        found, rows = 0, max(1, _PIECE_BYTES // self.row_bytes)
-        for first in range(0, self.rows, rows):
-            piece = np.empty(min(rows, self.rows - first) * self.row_bytes, np.uint8)
-            self.file.read(piece, self.start_bytes + first * self.row_bytes)
-            found = zlib.crc32(piece.data, found)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class RowsInFile(Stored):
-    """See Stored. A matrix of which rows alone are read, from its file."""
-
-    matrix: FileMatrix
-    dtype: torch.dtype
-    values_of: ValuesOf
-    sum: int  # of the matrix, as it was loaded
-
-    @classmethod
-    def of(cls, matrix: FileMatrix, dtype: torch.dtype, values_of: ValuesOf) -> RowsInFile:
-        return cls(matrix, dtype, values_of, matrix.summed())
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        columns, size = GGML_QUANT_SIZES[self.matrix.kind]
-        return self.matrix.rows, self.matrix.row_bytes // size * columns
-
-    @property
-    def values(self) -> Tensor:
-        return self.rows(torch.arange(self.matrix.rows)).values
-
-    def rows(self, order: Tensor) -> Stored:
-        """See Stored. Raises EngineGone if the rows of the file have changed."""
-        matrix, raw = self.matrix, self.matrix.read(order.tolist())
-        matrix.file.check(lambda: matrix.summed() == self.sum)
-        return Dense.of(self.values_of(raw).to(self.dtype))
-
-    def cut(self, cut: Cut) -> Stored:
-        return Dense.of(self.values).cut(cut)
-
-    def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
-        return Dense.of(self.values).loaded(dtype, device)
-
-
-def _state(name: str, about: os.stat_result) -> FileState:
+def state_of(name: str, about: os.stat_result) -> FileState:
     return FileState(name, about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size)

@@ -8,7 +8,7 @@ are one weight, so that a layer is four matrix products:
 Experts are stacked: gate_up [experts, 2 * width, hidden], down [experts, hidden, width].
 
 `load_hf` reads config.json and one or more *.safetensors files. `load_dummy` draws random weights in the
-shapes of a config.json, for benchmarks of models that are not on this machine. gguf.py uses `assemble`, too.
+shapes of a config.json, for benchmarks of models that are not on this machine. Other formats `assemble`, too.
 
 Each of several ranks holds a part of a model: a run of layers (a Stage), or a `partition` of every layer, by
 the units of its parts (model/description.py):
@@ -37,6 +37,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,9 +48,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.executor.checkpoint.config import FAMILIES, Family, read_shapes
-from services.executor.checkpoint.int4 import Int4Format
-from services.executor.checkpoint.quantised import STORED, InBlocksOfFp8, scale_name, scheme_of, with_scales
-from services.executor.checkpoint.stored import Cut, Dense, Stored
+from services.executor.checkpoint.stored import FILES, Cut, Dense, Stored, absent, scheme_of
 from services.executor.model.description import (
     EXPERTS,
     HEADS,
@@ -256,7 +255,7 @@ _LAYER = {
 }
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 _STACKED = ("experts_gate_up", "experts_down")
-PLAIN = ("F64", "F32", "F16", "BF16")
+PLAIN, _E4M3 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"  # types, as safetensors names them
 _NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
 _DUMMY_STD = 0.02  # of random weights, as in the initialisation of models: activations stay in range
 _SEED = 7
@@ -482,18 +481,17 @@ class _Tensors:
         for name, file in self._files.items():
             stored = self._open(file).get_slice(self._name(name))
             kind = stored.get_dtype()
-            if isinstance(self._scheme, Int4Format) and (weight := self._scheme.weight_of(name, self._files)):
+            if weight := self._scheme.weight_of(name, self._files):
                 if weight in self._files:
                     raise SetupError(f"{file} has {name!r} and also {weight!r}; fetch the model again")
                 if weight not in sizes:
                     sizes[weight] = self.stored(weight).shape
                 continue
-            fp8 = isinstance(self._scheme, InBlocksOfFp8)
-            if kind == STORED and fp8 and (scales := scale_name(name, self._files)):
+            if scales := self._scheme.scales_of(name, kind, self._files):
                 of_weights.add(scales)
             elif kind not in PLAIN:
                 raise SetupError(
-                    f"{file}: tensor {name!r} is {kind}{', without scales' * (kind == STORED)}; quantised "
+                    f"{file}: tensor {name!r} is {kind}{', without scales' * (kind == _E4M3)}; quantised "
                     "safetensors of this kind are not supported; use the unquantised model or a GGUF file"
                 )
             if not name.endswith(_NOT_STORED):
@@ -501,7 +499,7 @@ class _Tensors:
         sizes = {name: size for name, size in sizes.items() if name not in of_weights}
         again = sizes.pop(_MODEL["head"], None) if shapes.tied else None
         wanted = names.sizes()
-        if isinstance(self._scheme, Int4Format):  # old writers add a bias of zeros to every matrix
+        if self._scheme.has_empty_biases:
             added = [name for name in sizes if name.endswith(".bias") and name not in wanted]
             for name in added:
                 if not self.read(name).any():
@@ -525,14 +523,7 @@ class _Tensors:
 
     def stored(self, name: str) -> Stored:
         """A tensor, not yet read. Raises SetupError for scales that do not fit."""
-        if isinstance(self._scheme, Int4Format) and name not in self._files:
-            return self._scheme.stored(name, self._files, self._lazy)
-        found = self._lazy(name)
-        if not isinstance(self._scheme, InBlocksOfFp8) or found.source.lazy.get_dtype() != STORED:
-            return found
-        scales = scale_name(name, self._files)
-        assert scales is not None, "`check` has refused it"
-        return with_scales(name, found, self.read(scales), self._scheme.block)
+        return self._scheme.stored(name, self._files, self._lazy)
 
     def _lazy(self, name: str) -> Dense:
         lazy = self._open(self._files[name]).get_slice(self._name(name))
@@ -545,6 +536,10 @@ class _InFile:
     name: str
     lazy: Any
 
+    @property
+    def kind(self) -> str:
+        return str(self.lazy.get_dtype())
+
     def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
         whole = [each.stop - each.start for each in at] == [*self.lazy.get_shape()]
         found: Tensor = self.tensors.read(self.name) if whole else self.lazy[at]
@@ -553,7 +548,7 @@ class _InFile:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """See OfExperts. The experts of a layer, stacked: each is some tensors, joined."""
+    """The experts of a layer, stacked: each is some tensors, joined, or with `matrices` not yet read."""
 
     tensors: _Tensors
     names: _Names
@@ -591,6 +586,30 @@ def stored_hf(folder: Path) -> Iterator[StoredTensor]:
                 begin, end = (8 + size + at for at in entry["data_offsets"])
                 found.append((name, f"{entry['dtype']} {entry['shape']}", data[begin:end]))
     return iter(sorted(found, key=lambda tensor: tensor[0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFormat:
+    """A format of files with weights. `load` is as load_hf; so is `load_in_blocks`, with matrices as they are
+    in the file where a product takes them so; `stored` gives the shapes of the whole model, and every tensor
+    in order of names; `kept_in`: the dtype that keeps its weights so on a GPU."""
+
+    load: Callable[..., tuple[Shapes, Weights]]
+    load_in_blocks: Callable[..., tuple[Shapes, Weights]]
+    stored: Callable[[Path], tuple[Shapes, Iterator[StoredTensor]]]
+    kept_in: str = ""
+
+
+def format_of(path: Path) -> FileFormat:
+    """The format of the model at `path`. Raises SetupError for a file if no format of files is here."""
+    if path.suffix in FILES:
+        found: FileFormat = resolve_name(FILES[path.suffix])
+        return found
+    if not FILES and path.is_file():
+        raise absent(str(path))
+    return FileFormat(
+        load=load_hf, load_in_blocks=load_hf, stored=lambda folder: (read_shapes(folder), stored_hf(folder))
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -26,16 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES
-from gguf.constants import GGMLQuantizationType as GgmlType
 from pydantic import BaseModel, Field
 from torch import Tensor
 
 import kernels.cpu_jit
-from services.executor.checkpoint.gguf import type_of_blocks
-from services.executor.checkpoint.loader import PACKED, device_of
+from services.executor.checkpoint.loader import DTYPES, device_of, dtype_named
 from services.executor.checkpoint.stored import Dense, Stored
 from services.executor.cpu.linear import Products
 from shared.config import Settings
@@ -58,13 +54,11 @@ RETRY_S = 3600  # starts beside other work are not slowed down by one timing eac
 ROUNDS, BUDGET_S = 2, 0.5  # with the matrices, of which packed ones take 0.2 s, less than a second
 _BYTES, _COLUMNS = 8 << 20, 1024  # of a matrix: more than the second cache of a core; in whole blocks
 _SCALE = 100_000_000  # weights: times of matrices of unlike dtypes are shown for so many
-_TYPES = {
-    **dict.fromkeys(("f32", *PACKED), torch.float32),
-    **dict.fromkeys(("bf16", "int8"), torch.bfloat16),
-}
 _CPU = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU implementer", "CPU part",
         "CPU variant", "Features")  # fmt: skip
 _LIMITS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA")  # instructions that are not used
+
+_NUMBERS = ("f32", "bf16", "int8")  # dtypes of which any numbers make a matrix
 
 Product = tuple[Callable[[Tensor], Tensor], list[Tensor], int]  # with inputs of ROWS rows; its weights
 Times = Mapping[int, Sequence[float]]  # ms of _SCALE weights at ROWS, by threads
@@ -137,18 +131,17 @@ def timing_for(
     that is not believed is made again after RETRY_S, or after the clock was set back, or if `again`."""
     device, ranks = settings.device_and_ranks
     chosen = settings.threads or settings.deterministic or ranks > 1 or settings.backend in ("dummy", "sim")
-    if chosen or dtype not in _TYPES or device_of(device).type != "cpu":
+    of_model = dtype_named(dtype).sample if dtype in DTYPES else None
+    if chosen or not (of_model or dtype in _NUMBERS) or device_of(device).type != "cpu":
         return None
-    kind = (
-        type_of_blocks(path) if path.suffix == ".gguf" else GgmlType.Q4_0
-    )  # as those of a checkpoint in 4 bits
-    if dtype in PACKED and kind is None:
+    matrix = ("", None) if of_model is None else of_model(path)
+    if matrix is None:
         return None
     cores = usable_cores()
     dtypes, threads = [dtype, *(other for other in others if other != dtype)], counts(cores)
     if len(dtypes) == len(threads) == 1:
         return None
-    about = [*_machine(), f"{cores:g} cores", dtype, kind.name if kind and dtype in PACKED else ""]
+    about = [*_machine(), f"{cores:g} cores", dtype, matrix[0]]
     name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     file = settings.cache_dir.expanduser() / "timings" / f"{name}.json"
     kept = _read(file, about, dtypes, threads)
@@ -158,7 +151,7 @@ def timing_for(
         if not alone:
             log.info("another process times products: %d threads to begin with", max(threads))
             return None
-        ms, steady = _measured({each: _product(each, kind) for each in dtypes}, threads, cores)
+        ms, steady = _measured({each: _product(each, matrix[1]) for each in dtypes}, threads, cores)
         _write(file, _Kept(about=about, made=time.time(), steady=steady, ms=ms))
         return Timing(dtype, cores, ms, steady)
 
@@ -175,22 +168,17 @@ def _shown(times: Sequence[float]) -> str:
 # ---- measure --------------------------------------------------------------------------------------------
 
 
-def _product(dtype: str, kind: GgmlType | None) -> Product:
+def _product(dtype: str, sample: Callable[[int, int], Stored] | None) -> Product:
     """A product with a matrix, as the engine makes it."""
     weight: Stored
-    if dtype in PACKED:
-        from services.executor.checkpoint.gguf_blocks import InBlocks
-
-        assert kind is not None, "only a file has blocks"
-        columns, size = GGML_QUANT_SIZES[kind]
-        row_bytes = _COLUMNS // columns * size
-        raw = np.full((_BYTES // row_bytes, row_bytes), 1, np.uint8)
-        weight = InBlocks.of(raw, kind, len(raw))
+    computed = dtype_named(dtype).computed
+    if sample is not None and dtype_named(dtype).sample:
+        weight = sample(_BYTES, _COLUMNS)
     else:
-        size = 1 if dtype == "int8" else _TYPES[dtype].itemsize
-        weight = Dense.of(torch.ones(_BYTES // _COLUMNS // size, _COLUMNS, dtype=_TYPES[dtype]))
-    products = Products(_TYPES[dtype], torch.device("cpu"), deterministic=False, kept_in=dtype)
-    inputs = [torch.ones(rows, _COLUMNS, dtype=_TYPES[dtype]) for rows in ROWS]
+        size = 1 if dtype == "int8" else computed.itemsize
+        weight = Dense.of(torch.ones(_BYTES // _COLUMNS // size, _COLUMNS, dtype=computed))
+    products = Products(computed, torch.device("cpu"), deterministic=False, kept_in=dtype)
+    inputs = [torch.ones(rows, _COLUMNS, dtype=computed) for rows in ROWS]
     return products.linear(weight), inputs, math.prod(weight.shape)
 
 

@@ -156,7 +156,7 @@ class TorchBackend:
         began_ns = time.monotonic_ns()
         pending = self._forward(plan)
         if self._threads is not None and plan.slots:
-            self._threads.observe(sum(plan.counts), (time.monotonic_ns() - began_ns) // 1000)
+            self._threads.observe(sum(pending.plan.counts), (time.monotonic_ns() - began_ns) // 1000)
             if torch.get_num_threads() != self._threads.now:
                 torch.set_num_threads(self._threads.now)
         return pending
@@ -167,11 +167,12 @@ class TorchBackend:
         self._cache.copy(plan.copy_from, plan.copy_to)
         if not plan.slots:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
-        if plan.two_stream and self._comm_thread is not None and (parts := split(plan)) is not None:
-            return self._forward_micro_batches(plan, parts, self._comm_thread)
         drafts = None
         if self._speculation is not None and AT_DEVICE in plan.from_device:
             plan, drafts = self._speculation.spread(plan, lambda slot: bool(self._slots.done[slot]))
+        whole = drafts is not None or not plan.two_stream
+        if not whole and self._comm_thread is not None and (parts := split(plan)) is not None:
+            return self._forward_micro_batches(plan, parts, self._comm_thread)
         batch = self._batches.build(plan, drafts)
         logits, hidden = self._model.forward(batch, self._cache.tensor)
         padding, forwarded = batch.padding, self._host_rows.forwarded()

@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu_jit
-from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.stored import Stored
 from shared.errors import SetupError
 
@@ -111,10 +110,8 @@ class Products:
         SetupError for scales that are not finite: a row of -inf would hide from the check of the logits."""
         from kernels.cpu_jit.block_weights import can_pack, in_int8, pack
         from kernels.cpu_jit.packed_weights import PackedProduct
-        from services.executor.checkpoint.gguf_blocks import InBlocks
 
-        if isinstance(stored, InBlocks | ScaledInt4):
-            matrices = stored.blocks()
+        if matrices := stored.blocks():
             scales = (each for blocks in matrices for each in (blocks.scales, blocks.minima))
             if not all(each is None or each.isfinite().all() for each in scales):
                 raise SetupError(

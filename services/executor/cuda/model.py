@@ -40,12 +40,10 @@ from kernels.elementwise.gpu import (
 )
 from kernels.gemm.gpu import layout_of, matmul, matmul_fixed
 from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
-from kernels.quantised import Fp8Rows
+from kernels.quantised import Fp8Rows, Int4Groups
 from kernels.quantised import gpu as int4
 from kernels.quantised.gpu import Int4Weight, quantise_rows, scaled_mm
-from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.loader import Loaded
-from services.executor.checkpoint.quantised import ScaledFp8
 from services.executor.checkpoint.stored import Stored
 from services.executor.checkpoint.weights import gathered_logits
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
@@ -216,12 +214,11 @@ class CudaModel:
 
 def operand_of(stored: Stored) -> Operand:
     """A weight as the products take it. Raises SetupError for one in 4 bits whose kernels cannot be built."""
-    if isinstance(stored, ScaledFp8):
-        return stored.matrix
-    if not isinstance(stored, ScaledInt4):
-        return stored.values
+    operand: Operand | Int4Groups = stored.operand
+    if not isinstance(operand, Int4Groups):
+        return operand
     try:
-        return int4.prepare(stored.matrix, stored.experts)
+        return int4.prepare(operand, stored.shape[0] if len(stored.shape) == 3 else 0)
     except _LIBRARY_ERRORS as error:
         raise SetupError(
             f"humming-kernels cannot multiply weights in 4 bits here ({type(error).__name__}: {error}); "

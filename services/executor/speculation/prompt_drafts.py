@@ -22,6 +22,7 @@ from shared.messages import Ints, SlotOpen
 
 LEAST = 2  # tokens that must occur earlier: after one the drafts are most often refused
 MOST = 16  # tokens that are compared
+TRIES = 8  # of a search of bytes, each less than that of all tokens
 WINDOW = 32_768  # of the last tokens: a search of more would delay the step
 
 _Tokens = NDArray[np.int32]
@@ -62,14 +63,17 @@ class PromptDrafts:
 
 
 def is_repeated(tokens: Ints) -> bool:
-    """Whether the last LEAST tokens occur earlier. It takes less time than `following`, and most rows of most
-    steps have no drafts."""
-    data = tokens.tobytes()
+    """Whether the last LEAST tokens occur earlier, or may. It takes less time than `following`, and most rows
+    of most steps have no drafts."""
+    data = tokens[-WINDOW:].tobytes()
     size = tokens.itemsize
     end, last = len(data) - size, data[-LEAST * size :]
-    while (at := data.rfind(last, 0, end)) > 0 and at % size:
-        end = at + len(last) - 1  # bytes of two tokens
-    return at >= 0
+    for _ in range(TRIES):
+        at = data.rfind(last, 0, end)
+        if at <= 0 or at % size == 0:
+            return at >= 0
+        end = at + len(last) - 1  # the bytes are in two tokens
+    return True  # a text can have such bytes everywhere: `following` decides
 
 
 def following(last: _Tokens, most: int, least: int, text: _Tokens | None = None) -> tuple[_Tokens, int]:

@@ -213,10 +213,7 @@ class FileVerbs:
 
     async def _list(self, tenant: str, asked: bodies.PageAsked) -> Body:
         wanted = asked.get("purpose")
-        ids = await self._store.files(tenant)
-        if asked.get("order") == "asc":
-            ids.reverse()
-        ids, limit = page_of(ids, asked)
+        ids, limit = page_of(await self._store.files(tenant), asked)
         found = list[Body]()
         for file in ids:
             meta = await self._store.meta(tenant, file)
@@ -253,7 +250,10 @@ def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: in
 
 
 def page_of(ids: list[str], asked: bodies.PageAsked) -> tuple[list[str], int]:
-    """The ids after `after`, and how many the page has at most. Raises UnknownFile."""
+    """The ids after `after` in the order of the page, and how many it has at most; `ids`: the newest first.
+    Raises UnknownFile."""
+    if asked.get("order") == "asc":
+        ids = ids[::-1]
     if (after := asked.get("after")) is not None:
         if after not in ids:
             raise UnknownFile(f"`after`: there is no {after!r:.80}", param="after")

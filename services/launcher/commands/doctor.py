@@ -149,7 +149,7 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
         return
     os.environ.update(environment("executor", os.environ))
     from services.executor.checkpoint.loader import best_dtype
-    from services.executor.checkpoint.quantised import stored_in
+    from services.executor.checkpoint.stored import scheme_in
     from services.executor.engine import timing_of
 
     device, ranks = settings.device_and_ranks
@@ -157,7 +157,8 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
         path = resolve(settings.model, settings.cache_dir).path
         if dtype == "auto":
             dtype, why = best_dtype(path, device, ranks)
-            if dtype == "auto" and stored_in(path) == "int4" and importlib.util.find_spec("humming") is None:
+            kept_in, humming = scheme_in(path).kept_in, importlib.util.find_spec("humming")
+            if dtype == "auto" and kept_in == "int4" and humming is None:
                 mend = "pip install 'headrace[int4]', or use --dtype fp8 or bf16"
                 yield Finding("fail", "a GPU cannot keep the model's weights in 4 bits", mend)
                 return
@@ -250,16 +251,14 @@ def sizing(settings: Settings, context: int, users: int) -> Sizing:
     """The sizing of the configured model; `context` 0: the model's. Raises SetupError for a model that cannot
     be read, BadRequest for numbers out of range."""
     os.environ.update(environment("executor", os.environ))
-    from services.executor.checkpoint.config import read_shapes
-    from services.executor.checkpoint.gguf import stored_gguf
-    from services.executor.checkpoint.loader import best_dtype, device_of
-    from services.executor.checkpoint.quantised import stored_in
-    from services.executor.checkpoint.weights import stored_hf
+    from services.executor.checkpoint.loader import best_dtype, device_of, kept_on_gpu
+    from services.executor.checkpoint.stored import scheme_in
+    from services.executor.checkpoint.weights import format_of
 
     if context < 0 or users < 1:
         raise BadRequest("--context is 0 (the model's) or more tokens, --users is 1 or more")
     path, (device, ranks) = resolve(settings.model, settings.cache_dir).path, settings.device_and_ranks
-    shapes, stored = stored_gguf(path) if path.suffix == ".gguf" else (read_shapes(path), stored_hf(path))
+    shapes, stored = format_of(path).stored(path)
     if context > shapes.max_context:
         raise BadRequest(f"--context {context}: the model has at most {shapes.max_context} tokens")
     dtype, _, kv = settings.dtype.partition("/")
@@ -267,12 +266,12 @@ def sizing(settings: Settings, context: int, users: int) -> Sizing:
     if dtype == "auto" and not on_gpu:
         dtype, _ = best_dtype(path, device, ranks)
     if dtype == "auto":
-        dtype = stored_in(path) or ("int4" if path.suffix == ".gguf" else "bf16")
+        dtype = kept_on_gpu(path)
     file_bytes = numbers = 0
     for _, kind, data in stored:
         file_bytes += len(data)
         numbers += math.prod(map(int, re.findall(r"\d+", kind.partition(" ")[2])))
-    if stored_in(path) == "int4":
+    if scheme_in(path).kept_in == "int4":
         numbers = round(file_bytes * 8 / INT4_BITS)
     kv_number_bytes = 1 if kv else _KV_BYTES.get(dtype, 2)
     return Sizing(

@@ -381,7 +381,10 @@ def chunks_of(sequence: Sequence, now_us: int) -> tuple[messages.Chunk, ...]:
 
 
 def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> messages.Close:
-    """The Close of a sequence that ends now after `final` tokens."""
+    """The Close of a sequence that ends now after `final` tokens. Drafts that became tokens after these,
+    beyond a stop string, were computed in vain."""
+    drafting = sequence.drafting
+    accepted = min(drafting.accepted, max(final - 1, 0))  # the first token is no draft
     return messages.Close(
         seq=sequence.seq,
         final=final,
@@ -396,8 +399,8 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> messag
         executor=sequence.last_executor,
         chunks=chunks_of(sequence, now_us),
         vector=sequence.vector,
-        accepted_drafts=sequence.drafting.accepted if sequence.request.tokenized.prediction else -1,
-        rejected_drafts=sequence.drafting.rejected,
+        accepted_drafts=accepted if sequence.request.tokenized.prediction else -1,
+        rejected_drafts=drafting.rejected + drafting.accepted - accepted,
     )
 
 

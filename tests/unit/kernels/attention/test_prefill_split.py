@@ -51,7 +51,7 @@ def room_of(kv_heads: int, dim: int) -> PartsRoom:
 def attended(
     query: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, chunks: list[Chunk], longest: int
 ) -> torch.Tensor:
-    """Attention of `chunks`, their KV in parts of up to `longest` tiles, with entries to spare as in a graph."""
+    """Attention of `chunks`, their KV in parts of up to `longest` tiles, with spare entries as in a graph."""
     heads, kv_heads, dim = query.shape[1], kv.shape[4], query.shape[2]
     tiles = tiles_of(tuple(chunks), tile_queries(heads, kv_heads, TUNING))
     lengths = (-(-(tiles[2] + tiles[3]) // TUNING.tile_tokens)).tolist()

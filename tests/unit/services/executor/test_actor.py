@@ -166,7 +166,7 @@ async def test_executor_that_is_kept_out_logs_the_reason_and_repeats_its_hello(
 
 
 class TextActor(Hand):
-    """A tokenizer or detokenizer with this digest of its tokens; 0: of an earlier version, which sends none."""
+    """A tokenizer or detokenizer with a digest of its tokens; 0: an earlier version, which sends none."""
 
     def __init__(self, kind: str, number: int) -> None:
         super().__init__(kind)

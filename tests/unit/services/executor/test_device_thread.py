@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from support.executor.scripted_engine import Scripted, opened, plan
 from support.virtual_loop import FakeClock
 
 from services.executor.device_thread import MAX_ERROR_CHARS, DeviceThread, RejectedSlot, Reset, Step, Work
-from services.executor.engine import EngineGone
-from shared.messages import SlotClose, SlotOpen, StepResult
+from services.executor.engine import EngineGone, Pending, StepOutput
+from shared.codec import validation_error
+from shared.messages import SlotClose, SlotOpen, StepResult, floats, ints
 
 CLOSED = SlotClose(slot=1, generation=1, last_step=2)
 
@@ -107,6 +109,25 @@ def test_a_slot_that_cannot_be_opened_is_the_error_of_its_own_rows() -> None:
 def test_long_error_of_a_slot_leaves_room_for_the_errors_of_all_others() -> None:
     (result,) = run(Scripted(FakeClock()), RejectedSlot(opened(1), "é" * 900), plan(1))
     assert result.row_errors == ((0, "é" * 80),)
+
+
+def test_a_rejected_slot_with_drafts_takes_no_log_probabilities_from_other_rows() -> None:
+    """Its stand-in has two kept drafts; the row after it has one, and alternatives."""
+
+    class Drafted(Scripted):
+        def sample(self, pending: Pending) -> StepOutput:
+            super().sample(pending)
+            return StepOutput(
+                ids=ints([7, 8, 9, 4, 5]), done=ints([0, 0]), counts=ints([3, 2]), drafted=ints([2, 3]),
+                logprobs=floats([0, 0, 0, -1, -2]), top_counts=ints([0, 0, 0, 1, 1]), top_ids=ints([4, 6]),
+                top_logprobs=floats([-1, -3]),
+            )  # fmt: skip
+
+    two = replace(plan(1), slots=ints([1, 2]), sample_slots=ints([1, 2]), sample_rows=ints([0, 1]))
+    (result,) = run(Drafted(FakeClock()), RejectedSlot(opened(1), "no"), opened(2), two)
+    assert (list(result.ids), list(result.counts), list(result.done)) == ([-1, 4, 5], [1, 2], [2, 0])
+    assert (list(result.logprobs), list(result.top_counts)) == ([0, -1, -2], [0, 1, 1])
+    assert validation_error(result) == ""
 
 
 def test_an_engine_that_opens_nothing_fails_the_step() -> None:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from services.executor.device_thread import checked_slot
 from services.executor.engine import (
     engine_of,
     long_steps,
@@ -56,6 +57,13 @@ def test_a_stand_in_keeps_its_place_and_the_tokens_that_exist() -> None:
     assert (stood.slot, stood.generation, stood.seq, stood.max_length) == (3, 2, 7, 9)
     assert (stood.sampling.temperature, stood.logprobs, stood.processors) == (0.0, 0, ())
     assert list(stood.stop_ids) == []
+
+
+def test_a_prediction_has_only_tokens_that_the_weights_have() -> None:
+    opened = dataclasses.replace(GOOD, prediction=ints([3, 500, 499, 70_000]))
+    checked = checked_slot(opened, INFO)
+    assert checked == dataclasses.replace(GOOD, prediction=ints([3, 499]))
+    assert checked_slot(GOOD, INFO) is GOOD
 
 
 @pytest.mark.parametrize(

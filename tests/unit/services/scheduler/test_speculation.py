@@ -16,10 +16,10 @@ from services.scheduler.reports.event_log import state_hash
 from services.scheduler.speculation import _choose
 from services.scheduler.state.cost_model import CostModel
 from services.scheduler.state.counters import StepSpan, step_spans
-from services.scheduler.state.requests import Drafting
+from services.scheduler.state.requests import Arrived, Drafting
 from services.scheduler.state.state import AUTO, DraftPace, Executor, Limits
 from shared.kv_blocks import choice_seed
-from shared.messages import AT_DEVICE, FROM_DEVICE, Tokens, ints
+from shared.messages import AT_DEVICE, FROM_DEVICE, StopFound, Tokens, ints
 from shared.step_model import PRESETS, StepModel, StepShape
 
 EVENTS = int(os.environ.get("HEADRACE_DRAFT_EVENTS", "1500"))
@@ -125,6 +125,21 @@ def test_tokens_of_a_row_are_one_entry() -> None:
     assert max(tokens.counts[0] for tokens in sent) > 2
     assert all(len(tokens.seqs) == 1 for tokens in sent)
     assert [tokens.first[0] for tokens in sent] == [0, *accumulate(tokens.counts[0] for tokens in sent)][:-1]
+
+
+def test_drafts_beyond_a_stop_string_are_no_accepted_ones_of_the_answer() -> None:
+    world = World(Limits(speculate=7))
+    world.add_engine(max_drafts=7, max_context=128, blocks=60)
+    world.ask("r", [5, 6, 7], 60, prediction=ints([8, 9]))
+    (sequence,) = world.scheduler.state.sequences.values()
+    while sequence.drafting.accepted < 6:
+        world.deliver()
+    found = sequence.drafting.accepted + sequence.drafting.rejected
+    world.handle(Arrived("detokenizer.d1", StopFound(seq=sequence.seq, index=4)))
+    assert sequence.close is not None
+    assert sequence.close.accepted_drafts == 3
+    assert sequence.close.rejected_drafts == found - 3
+    world.run()
 
 
 # ---- how many ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import transformers
 from support.executor.tiny_gguf import write_gguf
 
 from services.executor.checkpoint.config import SUPPORTED, from_hf
-from services.executor.checkpoint.gguf import load_gguf
+from services.executor.quantised.gguf import load_gguf
 from shared.errors import SetupError
 from shared.vocab.files import read_metadata
 

@@ -17,10 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from services.executor.checkpoint.config import from_hf
-from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.kv_cache import largest_kv
 from services.executor.checkpoint.weights import load_hf
 from services.executor.cpu.engine import TorchOptions, build
+from services.executor.quantised.gguf import load_gguf
 from shared.errors import SetupError
 
 CONFIG: dict[str, Any] = {

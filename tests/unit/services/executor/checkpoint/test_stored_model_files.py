@@ -17,13 +17,13 @@ from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import reference_logprobs, save_tiny, tiny_model
 
 from services.executor.checkpoint import loader
-from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.loader import TorchOptions, grammars_of, info_of
 from services.executor.checkpoint.stored import states_of
 from services.executor.checkpoint.weights import load_hf
 from services.executor.cpu.engine import build
 from services.executor.encoder.model import Encoder
 from services.executor.engine import EngineGone
+from services.executor.quantised.gguf import load_gguf
 from shared.errors import EngineError, SetupError
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny
 
-from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.weights import load_dummy, load_hf, stored_hf
+from services.executor.quantised.gguf import load_gguf
 from shared.errors import SetupError
 from shared.vocab.vocabulary import hf_parts
 

@@ -17,13 +17,13 @@ from support.executor.rank_side import on_ranks
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import DENSE, KINDS, save_tiny
 
-from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.checkpoint.stored import Cut
 from services.executor.checkpoint.weights import Weights, load_dummy, load_hf, partition
 from services.executor.cpu.engine import TorchBackend
 from services.executor.model.description import ExpertShapes, Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
+from services.executor.quantised.gguf import load_gguf
 from shared.errors import SetupError
 
 

@@ -17,12 +17,12 @@ from support.executor.rank_side import on_ranks
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import KINDS, save_tiny
 
-from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.checkpoint.weights import WHOLE, Stage, layers_of, load_dummy, load_hf, stage_partition
 from services.executor.cpu.engine import TorchBackend
 from services.executor.model.description import ExpertShapes
 from services.executor.parallel.ranks import SOLO, Ranks
+from services.executor.quantised.gguf import load_gguf
 from shared.errors import SetupError
 
 

@@ -20,6 +20,7 @@ from services.executor.cpu import autotune, engine
 from services.executor.cpu.autotune import ROWS, Timing, are_undisturbed, best_threads, counts, timing_for
 from services.executor.cpu.engine import ThreadCount
 from services.executor.engine import Alarm, GrammarNews
+from services.executor.quantised import dtypes
 from shared.config import Settings
 
 ONE, TWO = [2.0, 8.0, 20.0], [1.0, 4.0, 10.0]
@@ -269,7 +270,7 @@ def test_products_of_this_machine_are_timed(
     monkeypatch.setattr(autotune, "BUDGET_S", 0.02)
     monkeypatch.setattr(autotune, "_BYTES", 1 << 18)
     monkeypatch.setattr(autotune, "usable_cores", lambda: 2.0)
-    monkeypatch.setattr(autotune, "type_of_blocks", lambda path: GgmlType.Q4_K)
+    monkeypatch.setattr(dtypes, "type_of_blocks", lambda path: GgmlType.Q4_K)
     before = torch.get_num_threads()
     found = timing_for(settings(tmp_path), tmp_path / "model.gguf", dtype, ("f32", "bf16"))
     assert torch.get_num_threads() == before

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.executor.plan_maker import PlanMaker
+from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_models import save_tiny
 
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions
 from services.executor.cpu import engine
-from shared.messages import Sampling
+from shared.messages import AT_DEVICE, Sampling, ints
 
 KIND = "llama"
 
@@ -47,12 +48,14 @@ def built(
     first_threads: int = 0,
     deterministic: bool = False,
     kv_dtype: str = "auto",
+    max_drafts: int = 0,
 ) -> engine.TorchBackend:
     return engine.build(
         TorchOptions(
             model_path=save_tiny(KIND, folder), model_name=KIND, device="cpu", dtype="f32", kv_dtype=kv_dtype,
             blocks=80,
             slots=8, threads=threads, first_threads=first_threads, deterministic=deterministic,
+            max_drafts=max_drafts,
         )
     )  # fmt: skip
 
@@ -66,6 +69,20 @@ def test_every_step_is_seen_and_the_next_has_the_threads_of_the_choice(tmp_path:
     count = backend._threads
     assert isinstance(count, Counted)
     assert count.seen == [(3, 5), (2, 1), (1, 1)]
+
+
+def test_a_step_counts_with_the_drafts_that_it_computes_not_with_those_it_might(tmp_path: Path) -> None:
+    """Else a step of one row would be the measure of steps of nine, which then look slow."""
+    backend = built(tmp_path, max_drafts=8)
+    maker = PlanMaker(backend)
+    maker.open(0, [1, 2, 3, 4, 5], Sampling(temperature=0.0))
+    (token,) = maker.prefill({0: 5}).ids
+    assert token not in (1, 2, 3, 4, 5)  # nothing occurs twice, so no draft is found
+    plan = replace(maker.plan([Row(0, 5, 9, True, (0,))]), from_device=ints([AT_DEVICE]))
+    backend.sample(backend.forward(plan))
+    count = backend._threads
+    assert isinstance(count, Counted)
+    assert count.seen[-1][1] == 1
 
 
 @pytest.mark.parametrize(("threads", "deterministic", "has"), [(2, False, 2), (0, True, 3), (2, True, 2)])

@@ -15,12 +15,12 @@ from support.executor.tiny_models import VOCAB
 import kernels.cpu_jit
 from kernels.cpu_jit.block_weights import BlockMatrix
 from kernels.cpu_jit.packed_weights import PackedProduct
-from services.executor.checkpoint.gguf import load_gguf
-from services.executor.checkpoint.gguf_blocks import InBlocks
 from services.executor.checkpoint.loader import TorchOptions
 from services.executor.checkpoint.stored import Cut, Dense
 from services.executor.cpu.engine import TorchBackend, build
 from services.executor.cpu.linear import Products
+from services.executor.quantised.gguf import load_gguf
+from services.executor.quantised.gguf_blocks import InBlocks
 from shared.errors import SetupError
 
 MIXED = {

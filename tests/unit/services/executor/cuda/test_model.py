@@ -24,11 +24,11 @@ from kernels.elementwise import apply_rope, rms_norm, swiglu
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.moe import gpu as moe
 from kernels.quantised.gpu import Int4Weight
-from services.executor.checkpoint import int4 as checkpoint_int4
-from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.cuda import model as cuda_model
 from services.executor.model.description import ExpertShapes, Gate, Norm, Part, Weight, describe
+from services.executor.quantised import dtypes
+from services.executor.quantised import int4 as checkpoint_int4
 from shared.errors import SetupError
 
 TOKENS = 40
@@ -82,7 +82,7 @@ def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: py
     options = TorchOptions(
         model_path=save_tiny(kind, tmp_path), model_name="m", dtype="fp8", device="cpu", blocks=4, slots=1
     )
-    monkeypatch.setattr(loader, "_why_not_fp8", lambda *_: "")
+    monkeypatch.setattr(dtypes, "FP8", replace(dtypes.FP8, why_not=lambda *_: ""))
     torch_for = Launches()
 
     def product(x: Any, weight: Any, bias: Any = None, *, whole: bool = False) -> Any:
@@ -127,7 +127,7 @@ def test_weights_in_4_bits_have_their_own_product(
     """The logits are those of the dequantised weights, and the canonical matrices are dropped."""
     folder, _ = save_int4(gptq(group_size=8), kind, tmp_path)
     common: dict[str, Any] = {"model_name": "m", "device": "cpu", "blocks": 4, "slots": 1}
-    monkeypatch.setattr(loader, "_why_not_int4", lambda *_: "")
+    monkeypatch.setattr(dtypes, "INT4", replace(dtypes.INT4, why_not=lambda *_: ""))
     monkeypatch.setattr(checkpoint_int4, "GROUPS", (8,))
     monkeypatch.setattr(checkpoint_int4, "_MULTIPLE", 8)
     torch_for = Launches()

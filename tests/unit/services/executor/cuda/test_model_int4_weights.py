@@ -19,10 +19,10 @@ from support.executor.tiny_gguf import tiny_vocabulary, write_model
 from support.executor.tiny_models import random_tokens
 
 from kernels.quantised import Int4Groups, dequantise, gpu, quantise_groups
-from services.executor.checkpoint.gguf_blocks import InBlocks, part_in_groups
-from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.loader import TorchOptions
 from services.executor.model.description import WIDTH, Part
+from services.executor.quantised.gguf_blocks import InBlocks, part_in_groups
+from services.executor.quantised.int4 import ScaledInt4
 
 if not torch.cuda.is_available() or importlib.util.find_spec("humming") is None:
     pytest.skip("humming-kernels multiplies in 4 bits on a GPU only", allow_module_level=True)

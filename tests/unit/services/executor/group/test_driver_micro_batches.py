@@ -21,6 +21,7 @@ from services.executor.cpu.engine import TorchBackend, build
 from services.executor.engine import COMM, COMPUTE, Segment, StepOutput
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER
+from shared.messages import AT_DEVICE, ints
 
 KINDS = ("llama-9-3-tied", "qwen3-moe-mixed", "mixtral")
 
@@ -133,6 +134,25 @@ def test_a_group_chooses_the_same_in_micro_batches(watched: Watched, folder: Pat
         ]
         assert [bool(each.segments) for each in found] == [two_stream] * 3 + [False] * 2
     assert not any(each.segments for each in wanted)
+
+
+def test_micro_batches_have_a_decode_at_the_place_of_its_device(watched: Watched) -> None:
+    """Its drafts of the step before are in flight: the plan's start of the row is an upper bound."""
+    found = []
+    for at_device in (False, True):
+        watched.group.reset()
+        maker = PlanMaker(watched.group)
+        maker.open(0, tokens(0, 60), HOT, seed=1)
+        maker.open(1, tokens(1, 230), GREEDY)
+        first = maker.prefill({0: 60})
+        plan = maker.plan([Row(0, 60, 1, True, (0,)), Row(1, 0, 200)])
+        if at_device:
+            plan = replace(plan, starts=ints([63, 0]), from_device=ints([AT_DEVICE, 0]), two_stream=True)
+        output = maker.backend.sample(maker.backend.forward(plan))
+        assert bool(output.segments) == at_device
+        then = maker.run([Row(0, 61, 1, True, (0,)), Row(1, 200, 30, feeds=(1,))])
+        found.append((first.ids, output.ids, then.ids))
+    assert found[0] == found[1]
 
 
 def split_forbidden(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:

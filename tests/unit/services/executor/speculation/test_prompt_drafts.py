@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from services.executor.engine import NO_DRAFT
-from services.executor.speculation.prompt_drafts import LEAST, MOST, PromptDrafts, following, is_repeated
+from services.executor.speculation.prompt_drafts import (
+    LEAST,
+    MOST,
+    WINDOW,
+    PromptDrafts,
+    following,
+    is_repeated,
+)
 from shared.messages import SlotOpen, ints
 
 
@@ -94,3 +101,18 @@ def test_is_repeated_looks_at_whole_tokens_alone() -> None:
     assert not is_repeated(ints([5]))
     assert not is_repeated(ints([5, 5]))
     assert is_repeated(ints([5, 5, 5]))
+
+
+def test_is_repeated_leaves_a_text_full_of_the_bytes_of_two_tokens_to_the_search_of_tokens() -> None:
+    """66816 is 00 05 01 00 in bytes, 261 is 05 01 00 00: a search of bytes would stop at each token."""
+    for others, tries_are_left in ((3, True), (50, False)):
+        tokens = ints([*[66_816] * others, 261, 261])
+        assert is_repeated(tokens) != tries_are_left
+        drafter = PromptDrafts(lambda slot, tokens=tokens: tokens)
+        assert drafter.draft([0], 1).tolist() == [[NO_DRAFT]]
+
+
+def test_is_repeated_looks_no_farther_back_than_drafts_are_taken_from() -> None:
+    between = range(10, 10 + WINDOW)
+    assert not is_repeated(ints([1, 2, *between, 1, 2]))
+    assert is_repeated(ints([1, 2, *between[:-10], 1, 2]))

@@ -21,21 +21,20 @@ any other dtype a checkpoint in fp8 is dequantised at load.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels.attention import FP8
 from kernels.quantised import Fp8Rows, dequantise_rows, quantise_rows
-from services.executor.checkpoint.int4 import Int4Format
-from services.executor.checkpoint.stored import Cut, Dense, Stored
+from services.executor.checkpoint.config import shown
+from services.executor.checkpoint.stored import Cut, Dense, Scheme, Stored
 from services.executor.model.description import HEADS, KV_HEADS, WIDTH, Part
+from services.executor.quantised.int4 import Int4Format
 from shared.errors import SetupError
 
 STORED = "F8_E4M3"  # as safetensors names the type
@@ -69,10 +68,21 @@ _STRATEGIES = ("tensor", "channel", "block")
 
 
 @dataclass(frozen=True, slots=True)
-class InBlocksOfFp8:
+class InBlocksOfFp8(Scheme):
     """Weights in fp8. `block`: rows and columns with one scale; None: a scale for the tensor, or each row."""
 
+    kept_in: ClassVar[str] = "fp8"
     block: tuple[int, int] | None
+
+    def scales_of(self, name: str, kind: str, names: Mapping[str, Any]) -> str | None:
+        """See Scheme."""
+        return next((name + suffix for suffix in _SCALES if kind == STORED and name + suffix in names), None)
+
+    def stored(self, weight: str, names: Mapping[str, Any], read: Callable[[str], Dense]) -> Stored:
+        """See Scheme."""
+        found = read(weight)
+        scales = self.scales_of(weight, found.source.kind, names)
+        return found if scales is None else with_scales(weight, found, read(scales).values, self.block)
 
 
 def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | None:
@@ -95,21 +105,6 @@ def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | None:
     if method == "gptq":
         return _gptq(given)
     raise _refused("quant_method", method)
-
-
-def scheme_in(folder: Path) -> InBlocksOfFp8 | Int4Format | None:
-    """`scheme_of` of a folder; None also for one that cannot be read or is not supported: loading it
-    gives the reason."""
-    try:
-        return scheme_of(json.loads((folder / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, AttributeError, SetupError):
-        return None
-
-
-def stored_in(folder: Path) -> str:
-    """The dtype that keeps a folder's weights as they are stored: fp8, int4; empty: any other."""
-    scheme = scheme_in(folder)
-    return "" if scheme is None else "int4" if isinstance(scheme, Int4Format) else "fp8"
 
 
 def _plain(given: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -284,17 +279,6 @@ def _refused(what: str, value: object) -> SetupError:
     )
 
 
-def shown(value: object) -> str:
-    """A value of a configuration for an error, cut to 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"
-
-
-def scale_name(weight: str, names: Mapping[str, Any]) -> str | None:
-    """The tensor with the scales of a weight."""
-    return next((weight + suffix for suffix in _SCALES if weight + suffix in names), None)
-
-
 def with_scales(name: str, numbers: Dense, scales: Tensor, block: tuple[int, int] | None) -> InFp8:
     """A weight in e4m3 and the tensor of its scales. Raises SetupError for scales of a shape that is neither
     one number, nor one a row, nor one for each of the configuration's blocks, and for impossible numbers."""
@@ -348,6 +332,10 @@ class ScaledFp8(Stored):
     @property
     def data(self) -> tuple[Tensor, ...]:
         return self.matrix.numbers, self.matrix.scales
+
+    @property
+    def operand(self) -> Fp8Rows:
+        return self.matrix
 
     def rows(self, order: Tensor) -> ScaledFp8:
         return replace(self, matrix=Fp8Rows(self.matrix.numbers[order], self.matrix.scales[order]))

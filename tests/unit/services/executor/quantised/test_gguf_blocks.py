@@ -11,8 +11,8 @@ from gguf.quants import dequantize
 from support.executor.gguf_raw import SCALES, random_blocks
 
 import kernels.cpu_jit
-from services.executor.checkpoint.gguf_blocks import InBlocks, blocks_of, can_stay_in_blocks
 from services.executor.cpu.linear import Products
+from services.executor.quantised.gguf_blocks import InBlocks, blocks_of, can_stay_in_blocks
 from shared.errors import SetupError
 
 ROUNDED = (GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K)  # a product of two numbers becomes float16

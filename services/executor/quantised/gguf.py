@@ -1,4 +1,4 @@
-"""Loads the weights of a model from a GGUF file, dequantised to float32. loader.py calls it.
+"""Loads the weights of a model from a GGUF file, dequantised to float32 or in its blocks.
 
 llama.cpp interleaves the two halves of each head in q and k of the llama architecture, because it rotates
 neighbours and not halves; here the order is restored. Qwen's heads are stored as they are (llama.cpp:
@@ -8,6 +8,7 @@ conversion/llama.py, convert_hf_to_gguf.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 from collections import Counter
@@ -25,17 +26,9 @@ from torch import Tensor
 
 from services.executor.checkpoint import weights
 from services.executor.checkpoint.config import FAMILIES, from_gguf
-from services.executor.checkpoint.stored import (
-    FAST,
-    Cut,
-    Dense,
-    FileMatrix,
-    OpenFile,
-    RowsInFile,
-    Stored,
-    dequantize,
-)
+from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Part, Shapes, describe
+from services.executor.quantised.gguf_values import FAST, FileMatrix, OpenFile, RowsInFile, dequantize
 from shared.errors import SetupError
 from shared.vocab.files import read_header, unreadable
 
@@ -67,9 +60,9 @@ def load_gguf(
     dtype: torch.dtype,
     device: torch.device,
     partition_of: weights.PartitionOf = weights.whole_model,
+    load_part: weights.LoadPart = weights.plain_part,
     *,
     packed: bool = False,
-    load_part: weights.LoadPart = weights.plain_part,
 ) -> tuple[Shapes, weights.Weights]:
     """Shapes and weights of a part of the model in `path`. Memory holds one dequantised whole tensor at a
     time. `packed`: matrices stay in the blocks of the file where kernels know their types. Raises SetupError
@@ -95,7 +88,7 @@ def load_gguf(
 def type_of_blocks(path: Path) -> GgmlType | None:
     """The type of the most weights in blocks that kernels multiply with; None if most weights of a file are
     in others. Raises SetupError on a damaged file."""
-    from services.executor.checkpoint.gguf_blocks import can_stay_in_blocks
+    from services.executor.quantised.gguf_blocks import can_stay_in_blocks
 
     tensors, sizes = GgufTensors(path), Counter[GgmlType]()
     for entry in tensors.entries.values():
@@ -113,6 +106,14 @@ def stored_gguf(path: Path) -> tuple[Shapes, Iterator[weights.StoredTensor]]:
         for name, entry in sorted(tensors.entries.items())
     )
     return _shapes(path, tensors), stored
+
+
+FORMAT = weights.FileFormat(
+    load=load_gguf,
+    load_in_blocks=functools.partial(load_gguf, packed=True),
+    stored=stored_gguf,
+    kept_in="int4",
+)
 
 
 def _name(part: str, layer: int) -> str:
@@ -184,7 +185,7 @@ class GgufTensors:
         """A tensor, `packed` a matrix in its blocks if its type allows. Raises SetupError as `read`."""
         entry = self._entry(name)
         if packed and len(entry.shape) == 2:
-            from services.executor.checkpoint.gguf_blocks import InBlocks, can_stay_in_blocks
+            from services.executor.quantised.gguf_blocks import InBlocks, can_stay_in_blocks
 
             if can_stay_in_blocks(entry.kind):
                 return InBlocks.of(self.raw(name), entry.kind, entry.shape[0], self._place(entry))

@@ -21,9 +21,10 @@ from torch import Tensor
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
 from kernels.quantised import Int4Groups, pack
-from services.executor.checkpoint.int4 import ScaledInt4, can_multiply
-from services.executor.checkpoint.stored import FAST, Cut, Dense, FileMatrix, RowsInFile, Stored, dequantize
+from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Part
+from services.executor.quantised.gguf_values import FAST, FileMatrix, RowsInFile, dequantize
+from services.executor.quantised.int4 import ScaledInt4, can_multiply
 from shared.errors import SetupError
 
 _CPU = torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from support.executor.gguf_raw import SCALES, random_blocks
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny
 
-from services.executor.checkpoint import int4, loader
-from services.executor.checkpoint.gguf_blocks import InBlocks, part_in_groups
-from services.executor.checkpoint.int4 import ScaledInt4
+from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.checkpoint.stored import Dense
 from services.executor.model.description import VOCAB, WIDTH, Part
+from services.executor.quantised import dtypes, int4
+from services.executor.quantised.gguf_blocks import InBlocks, part_in_groups
+from services.executor.quantised.int4 import ScaledInt4
 from shared.errors import SetupError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -98,7 +100,7 @@ def test_a_gpu_keeps_a_file_in_blocks_if_it_can(tmp_path: Path, monkeypatch: pyt
     assert dtype(path) == "bf16"  # few weights are in blocks
     with pytest.raises(SetupError, match="and GGUF files of 4 to 8 bits"):
         dtype(path, "int4")
-    monkeypatch.setattr(loader, "type_of_blocks", lambda _: GgmlType.Q4_0)
+    monkeypatch.setattr(dtypes, "type_of_blocks", lambda _: GgmlType.Q4_0)
     assert dtype(path) == "bf16"
     with pytest.raises(SetupError, match="no products of 64 by 112 columns, which are no multiples of 128"):
         dtype(path, "int4")
@@ -112,7 +114,7 @@ def test_a_gpu_keeps_a_file_in_blocks_if_it_can(tmp_path: Path, monkeypatch: pyt
 
 def test_a_file_is_loaded_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, in the memory of a CPU: q and k in the order of the model."""
-    monkeypatch.setattr(loader, "_why_not_int4", lambda *_: "")
+    monkeypatch.setattr(dtypes, "INT4", replace(dtypes.INT4, why_not=lambda *_: ""))
     monkeypatch.setattr(int4, "_MULTIPLE", 16)
     types = dict.fromkeys(
         ("attn_q.weight", "attn_k.weight", "attn_v.weight", "ffn_gate.weight"), GgmlType.Q8_0

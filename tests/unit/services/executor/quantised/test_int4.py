@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.executor.int4_folders import AWQ, GROUP, KINDS, compressed, gptq, packed, save_int4, words
 
-from services.executor.checkpoint import int4
-from services.executor.checkpoint.int4 import InInt4, Int4Format, ScaledInt4, dummy_in_int4, part_in_int4
-from services.executor.checkpoint.quantised import scheme_of, stored_in
-from services.executor.checkpoint.stored import Cut, Dense
+from services.executor.checkpoint.stored import Cut, Dense, scheme_in
 from services.executor.checkpoint.weights import Weights, load_hf, partition
 from services.executor.model.description import WIDTH, Part
+from services.executor.quantised import int4
+from services.executor.quantised.int4 import InInt4, Int4Format, ScaledInt4, dummy_in_int4, part_in_int4
+from services.executor.quantised.schemes import scheme_of
 from shared.errors import SetupError
 
 CPU = torch.device("cpu")
@@ -294,12 +294,12 @@ def test_activations_in_8_bits_are_refused() -> None:
 
 
 def test_folder_declares_its_quantisation(tmp_path: Path) -> None:
-    assert stored_in(tmp_path) == ""
-    assert stored_in(save_int4("awq", "llama", tmp_path)[0]) == "int4"
+    assert scheme_in(tmp_path).kept_in == ""
+    assert scheme_in(save_int4("awq", "llama", tmp_path)[0]).kept_in == "int4"
     config = json.loads((tmp_path / "config.json").read_text())
     for given, wanted in (({"quant_method": "fp8"}, "fp8"), (None, ""), ({"quant_method": "bitnet"}, "")):
         (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
-        assert stored_in(tmp_path) == wanted
+        assert scheme_in(tmp_path).kept_in == wanted
 
 
 def in_file(config: dict[str, Any], rows: int, columns: int) -> InInt4:

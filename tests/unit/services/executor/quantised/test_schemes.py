@@ -12,7 +12,10 @@ import torch
 from support.executor.fp8_folders import BLOCK, KINDS, TOKEN, compressed, save_fp8
 
 from kernels.quantised import quantise_rows
-from services.executor.checkpoint.quantised import (
+from services.executor.checkpoint.stored import Cut, Dense
+from services.executor.checkpoint.weights import Weights, load_hf, partition
+from services.executor.model.description import WIDTH, Part
+from services.executor.quantised.schemes import (
     InBlocksOfFp8,
     InFp8,
     ScaledFp8,
@@ -20,9 +23,6 @@ from services.executor.checkpoint.quantised import (
     scheme_of,
     with_scales,
 )
-from services.executor.checkpoint.stored import Cut, Dense
-from services.executor.checkpoint.weights import Weights, load_hf, partition
-from services.executor.model.description import WIDTH, Part
 from shared.errors import SetupError
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from support.executor.int4_folders import MXFP4, packed, save_wide
 
 import kernels.cpu_jit
-from services.executor.checkpoint.int4 import InInt4, Int4Format, ScaledInt4, part_in_blocks, part_in_int4
 from services.executor.checkpoint.loader import TorchOptions, load
-from services.executor.checkpoint.quantised import scheme_of
 from services.executor.checkpoint.stored import Cut, Dense
 from services.executor.model.description import WIDTH, Part
+from services.executor.quantised.int4 import InInt4, Int4Format, ScaledInt4, part_in_blocks, part_in_int4
+from services.executor.quantised.schemes import scheme_of
 from shared.errors import SetupError
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from support.executor.plan_maker import PlanMaker
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import reference_logprobs, save_tiny, tiny_model
 
-from services.executor.checkpoint.gguf import GgufTensors, load_gguf
 from services.executor.checkpoint.stored import Cut
 from services.executor.checkpoint.weights import load_hf
 from services.executor.cpu.engine import TorchOptions, build
+from services.executor.quantised.gguf import GgufTensors, load_gguf
 from shared.errors import SetupError
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import load_vocabulary

@@ -25,14 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kernels.quantised import Int4Groups, dequantise, pack, quantise_groups, unpack, widen_e2m1
 from kernels.quantised.ref import IN_WORD, MIDDLE
-from services.executor.checkpoint.stored import Cut, Dense, Stored, in_memory
+from services.executor.checkpoint.stored import Cut, Dense, Scheme, Stored, in_memory
 from services.executor.model.description import EXPERTS, HEADS, KV_HEADS, WIDTH, Part
 from shared.errors import SetupError
 
@@ -214,6 +214,10 @@ class ScaledInt4(Stored):
         zeros = () if self.matrix.zeros is None else (self.matrix.zeros,)
         return (self.matrix.numbers, self.matrix.scales, *zeros)
 
+    @property
+    def operand(self) -> Int4Groups:
+        return self.matrix
+
     def rows(self, order: Tensor) -> ScaledInt4:
         return self._each(lambda tensor, _: tensor[order])
 
@@ -353,14 +357,22 @@ def can_take(*sizes: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Format:
+class Int4Format(Scheme):
     """How a folder stores its matrices in 4 bits. `group`: columns; 0: a whole row."""
+
+    kept_in: ClassVar[str] = "int4"
+    is_larger_plain: ClassVar[bool] = True
+    has_empty_biases: ClassVar[bool] = True  # of old writers
 
     method: str  # awq, gptq, compressed-tensors, mxfp4
     group: int
     symmetric: bool = False
     less_one: bool = False  # zero points are stored less one
     reordered: bool = False  # columns are in another order than their groups, which a tensor (g_idx) gives
+
+    @property
+    def fact(self) -> str:
+        return repr(self)
 
     @property
     def _ends(self) -> tuple[str, ...]:
@@ -371,15 +383,17 @@ class Int4Format:
             return "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"
         return "qweight", "scales", "qzeros", *(("g_idx",) if self.method == "gptq" else ())
 
-    def weight_of(self, name: str, names: Mapping[str, object]) -> str | None:
-        """The weight that a tensor is a part of."""
+    def weight_of(self, name: str, names: Mapping[str, Any]) -> str | None:
+        """See Scheme."""
         module, _, end = name.rpartition(".")
         packed = f"{module}.{self._ends[0]}"
         return f"{module}.weight" if end in self._ends and packed in names else None
 
-    def stored(self, weight: str, names: Mapping[str, object], read: Callable[[str], Dense]) -> InInt4:
-        """A weight of the tensors that `read` gives, not yet read but for the order of its columns. Raises
-        SetupError for tensors that are missing, or of a wrong shape or type."""
+    def stored(self, weight: str, names: Mapping[str, Any], read: Callable[[str], Dense]) -> Stored:
+        """See Scheme. The order of its columns is read. Raises SetupError for tensors that are missing, or of
+        a wrong shape or type."""
+        if weight in names:
+            return read(weight)
         module = weight.removesuffix("weight")
         if self.method == "mxfp4":
             return _in_mxfp4(module, names, read)

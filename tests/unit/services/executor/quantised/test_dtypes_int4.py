@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from support.executor.row_by_row import logits
 from support.executor.tiny_models import random_tokens, save_tiny
 
 import kernels.cpu_jit
-from services.executor.checkpoint import int4, loader
-from services.executor.checkpoint.int4 import ScaledInt4
+from services.executor.checkpoint import loader
 from services.executor.checkpoint.kv_cache import size_bytes
 from services.executor.checkpoint.loader import Loaded, TorchOptions, best_dtype, load, model_digest
-from services.executor.checkpoint.quantised import scheme_of
 from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.engine import build
 from services.executor.model.description import WIDTH, Part
+from services.executor.quantised import dtypes, int4
+from services.executor.quantised.int4 import ScaledInt4
+from services.executor.quantised.schemes import scheme_of
 from shared.errors import SetupError
 
 CUDA = torch.device("cuda")
@@ -44,7 +46,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loaded_in_int4(path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Loaded:
     """As on a GPU with a product for tiny models, in the memory of a CPU."""
-    monkeypatch.setattr(loader, "_why_not_int4", lambda *_: "")
+    monkeypatch.setattr(dtypes, "INT4", replace(dtypes.INT4, why_not=lambda *_: ""))
     for name, value in (("GROUPS", (GROUP,)), ("_MULTIPLE", GROUP), ("DUMMY_GROUP", GROUP)):
         monkeypatch.setattr(int4, name, value)
     return load(options(path, dtype="int4", **more))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from support.executor.tiny_models import save_tiny
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.kv_cache import size_bytes
 from services.executor.checkpoint.loader import Loaded, TorchOptions, load, model_digest
-from services.executor.checkpoint.quantised import ScaledFp8
 from services.executor.checkpoint.stored import Dense
+from services.executor.quantised import dtypes
+from services.executor.quantised.schemes import ScaledFp8
 from shared.errors import SetupError
 
 CUDA = torch.device("cuda")
@@ -28,7 +30,7 @@ def options(path: Path, **more: Any) -> TorchOptions:
 
 def loaded_in_fp8(path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Loaded:
     """As on a GPU, in the memory of a CPU."""
-    monkeypatch.setattr(loader, "_why_not_fp8", lambda *_: "")
+    monkeypatch.setattr(dtypes, "FP8", replace(dtypes.FP8, why_not=lambda *_: ""))
     return load(options(path, dtype="fp8", **more))
 
 
