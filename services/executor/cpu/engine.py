@@ -523,5 +523,5 @@ def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
             return TorchOperators(deterministic=deterministic)
         for kind in map(resolve_name, COMPILED.values()):
             if kind.can_attend(cache.tensor, cache.activations):
-                return kind()  # type: ignore[no-any-return]
+                return kind()  # type: ignore[no-any-return]  # found by its name
     return TorchOperators(deterministic=deterministic)

@@ -40,9 +40,10 @@ class Grammars:
     """The grammars of open slots: those of GRAMMARS, else the rows of such slots fail. `open` and `close` are
     for the device thread, the rest for the thread that samples."""
 
-    def __new__(cls, *_given: object) -> Self:
-        found: type[Self] = next(map(resolve_name, GRAMMARS.values()), cls)
-        return object.__new__(found)
+    def __new__(cls, *given: object) -> Self:
+        for kind in map(resolve_name, GRAMMARS.values()):
+            return kind(*given)  # type: ignore[no-any-return]  # found by its name, with the same methods
+        return object.__new__(cls)
 
     def __init__(
         self, load: Callable[[], Vocabulary], vocab: int, report: ReportGrammar = ignore_grammar_news

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.engine import ReportGrammar, ignore_grammar_news
-from services.executor.sampling.grammar import Grammars, HostWork, Tokens
+from services.executor.sampling.grammar import HostWork, Tokens
 from services.executor.sampling.sampler import Sampler
 from shared.answer_formats import grammar
 from shared.errors import EngineError
@@ -62,8 +62,8 @@ class _Row:
     ahead: int = _NONE  # accepted beyond `taken`: a chosen token, perhaps not recorded yet
 
 
-class CompiledGrammars(Grammars):
-    """Grammars of llguidance."""
+class CompiledGrammars:
+    """See services.executor.sampling.grammar.Grammars; by llguidance."""
 
     def __init__(
         self, load: Callable[[], Vocabulary], vocab: int, report: ReportGrammar = ignore_grammar_news
@@ -73,7 +73,6 @@ class CompiledGrammars(Grammars):
         self._words = -(-vocab // _WORD_BITS)
 
     def open(self, opened: SlotOpen) -> None:
-        """Start to compile a slot's grammar, if it has one."""
         self.close(opened.slot)
         if opened.grammar:
             compilation = self._compiler.request(opened.grammar, opened.tenant)
@@ -87,6 +86,9 @@ class CompiledGrammars(Grammars):
 
     def end(self) -> None:
         self._compiler.close()
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        return [i for i, slot in enumerate(slots) if slot in self._rows] if self._rows else []
 
     def _on_ended(self, opened: SlotOpen, row: _Row) -> None:
         if self._rows.get(opened.slot) is not row or row.compilation.result.cancelled():
