@@ -775,8 +775,9 @@ class Readiness:
         while True:
             for actor in self._peers.ready("gateway"):
                 peer = self._peers.get(f"gateway.{actor}")
-                if peer is not None and (port := GatewayCounter.PORT.loaded(peer.heartbeat.load)):
-                    return port
+                load = dict(peer.heartbeat.load) if peer is not None else {}
+                if GatewayCounter.PORT.load in load:  # 0 on a Unix socket
+                    return load[GatewayCounter.PORT.load]
             await self._next_heartbeat(report, "gateway")
 
     async def dtype(self) -> str:

@@ -88,7 +88,7 @@ class ObjectStore:
         await self.streams.create(subjects.file_part(tenant, meta["id"], "meta"), bodies.encode(meta), ttl_s)
 
     async def write(self, tenant: str, meta: Meta, pieces: AsyncIterable[bytes], ttl_s: int) -> Meta:
-        """Store a whole file; `meta` has its id. Nothing is left of one that fails."""
+        """Store a whole file; `meta` is a FileMeta without its sizes. Nothing is left of one that fails."""
         file = meta["id"]
         try:
             content = await send_chunks(pieces, lambda n, chunk: self.put(tenant, file, n, chunk, ttl_s))

@@ -46,7 +46,9 @@ async def pieces(content: bytes, size: int) -> AsyncIterator[bytes]:
 
 
 async def written(store: ObjectStore, content: bytes, tenant: str = "a", **more: Any) -> dict[str, Any]:
-    return await store.write(tenant, {"id": FILE, **more}, pieces(content, 1_000_003), ttl_s=600)
+    about = {"created_at": 1, "expires_at": 601, "filename": "f", "purpose": "batch", "status": "processed"}
+    meta = {"id": FILE, "object": "file", **about, **more}
+    return await store.write(tenant, meta, pieces(content, 1_000_003), ttl_s=600)
 
 
 async def content_of(store: ObjectStore, tenant: str = "a") -> bytes:

@@ -193,7 +193,7 @@ def test_a_wrong_batch_is_refused(client: OpenAI) -> None:
     for wrong, why in (
         ({"endpoint": "/v1/embeddings"}, "`endpoint`"),
         ({"completion_window": "8d"}, "`completion_window`"),
-        ({"metadata": {"a": "x" * 513}}, "`metadata.a`"),
+        ({"metadata": {"a": "x" * 513}}, "`metadata`"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after"),
     ):
         with pytest.raises(openai.BadRequestError, match=why):
