@@ -28,8 +28,8 @@ from shared.errors import SetupError
 
 
 def decide(state: State) -> None:
-    """Admit what fits, copy or drop dirty blocks for room, then fill every open window. A second call without
-    an event in between changes nothing."""
+    """Admit what fits, copy or drop dirty blocks for room, then fill every open window. A sequence that is
+    preempted for the plan of another one waits for the next event, also where another executor has room."""
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
     roles.review(state)
     moves.advance(state)
