@@ -88,3 +88,12 @@ def test_compose_gives_every_client_of_nats_the_certificates_with_tls() -> None:
     command = over["auth"]["command"]
     assert command[:2] == SERVICES["auth"]["command"][:2]
     assert command[command.index("--nats-url") + 1] == "tls://nats:4222?ca=/tls/ca.pem"
+
+
+def test_logins_are_no_copy_of_a_folder_of_the_image() -> None:
+    """Two containers that start at once would fill a new volume with it at the same time, where Docker 20.10
+    refuses one of them: a folder exists."""
+    mounts = [mount for service in SERVICES.values() for mount in service.get("volumes", ())]
+    logins = [mount for mount in mounts if str(mount).partition(":")[2].startswith("/auth:")]
+    assert len(logins) >= 10
+    assert [mount for mount in logins if not mount.endswith(":ro,nocopy")] == []
