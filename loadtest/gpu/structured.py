@@ -22,7 +22,7 @@ import torch
 from loadtest.driver import Driver
 from loadtest.gpu.timing import eager_ms
 from services.executor.engine import Backend
-from services.executor.sampling.grammar import Grammars
+from services.executor.sampling.grammar import build_grammars
 from services.tokenizer.structured_output import followed
 from shared.answer_formats import grammar
 from shared.messages import Sampling
@@ -70,7 +70,7 @@ def structured(backend: Backend, rows: Sequence[int] = ROWS, pairs: int = PAIRS)
     """Medians of `pairs` rounds for each arm, and the shares of a step that the schema takes. `backend` is an
     engine with host rows, in this process."""
     engine: Any = backend
-    engine._host_rows._grammars = Grammars(lambda: vocabulary(backend.info.vocab), backend.info.vocab)
+    engine._host_rows._grammars = build_grammars(lambda: vocabulary(backend.info.vocab), backend.info.vocab)
     sources = {"": ""}
     for name, word in WORDS.items():
         rules = grammar.json_rules("text", followed(schema(word), "schema"))

@@ -54,6 +54,9 @@ TIMINGS = {  # of products on a CPU, which choose the first number of threads
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
 }
+COMPILED = {  # operators in machine code for a CPU, where their kernels fit the cache; else torch's
+    "numba": "services.executor.cpu.compiled:CompiledOperators",
+}
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers

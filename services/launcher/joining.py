@@ -4,10 +4,9 @@ Before a service starts, the heartbeats of the fleet show whether the fleet can 
 raises SetupError with the reason if not. The executors compare the digest of weights, dtype, KV format and
 deterministic mode with that of the fleet (`Joined.digests`) before they load the model.
 
-Divides the GPUs of this machine among the executors of `up`.
-
-An executor takes the first GPUs that it sees, as many as it has ranks. So several executors that see all GPUs
-would share the first ones and leave the others idle.
+`placed` divides the GPUs of this machine among the executors of `up`, with `--join` and without: an executor
+takes the first GPUs that it sees, as many as it has ranks, so several executors that see all GPUs would share
+the first ones and leave the others idle.
 """
 
 from __future__ import annotations

@@ -107,16 +107,16 @@ def _choose(executor: Executor, shape: StepShape, rows: list[Sequence]) -> None:
     """Choose the number of drafts of each row with which the step has the most tokens for its time."""
     offers = _offers(executor, rows)
     graphs, most = executor.has_graphs, executor.hello.max_drafts
-    sizes = [k for k in GRAPHS if k <= most] if graphs else _halves(len(offers))
+    sizes = [k for k in GRAPHS if k <= most] if graphs else _sizes(len(offers))
     predict_us = executor.cost_model.predict_us
     best, tokens, took_us = 0, len(rows) * (1_000 + MARGIN_PM), max(predict_us(shape), 1)
     for size in sizes:
         part = [offer for offer in offers if offer[1] <= size] if graphs else offers[:size]
         added = size * len(rows) if graphs else size
-        of_us = max(predict_us(shape.with_drafts(added, again=not graphs)), 1)
+        step_us = max(predict_us(shape.with_drafts(added, again=not graphs)), 1)
         gained = 1_000 * len(rows) + sum(-offer[0] for offer in part)
-        if gained * took_us > tokens * of_us:
-            best, tokens, took_us = size, gained, of_us
+        if gained * took_us > tokens * step_us:
+            best, tokens, took_us = size, gained, step_us
     for s in rows:
         s.drafting.count = best * s.request.tokenized.speculate if graphs else 0
     if not graphs:
@@ -139,7 +139,7 @@ def _offers(executor: Executor, rows: list[Sequence]) -> list[tuple[int, int, in
     return offers
 
 
-def _halves(most: int) -> list[int]:
+def _sizes(most: int) -> list[int]:
     """Numbers up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., and `most` itself."""
     sizes = {most}
     size = 1

@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
 from shared import codec
@@ -40,7 +41,10 @@ HISTORY = 512  # messages kept for Resend: two seconds of a 4 ms step
 RESEND_RETRY_US = 200_000
 MAX_RESEND_REQUESTS = 8  # with one message in ten lost, one gap in a million stays open
 ANNOUNCEMENTS = 2  # of a silent stream's last number, since an announcement may be lost as well
+SUBJECTS = 1024  # kept: peers times kinds of messages
 MAX_JUMP = 2**40  # a number so far ahead is garbage
+
+_mailbox = lru_cache(SUBJECTS)(subjects.mailbox)  # of each message that is sent
 MAX_EARLY = 4 * HISTORY  # messages kept after a gap; with more, the gap is given up
 ANNOUNCE_END_US = 100_000  # a stream without a message for this long announces its last number
 # A stream to a living peer announces its last number again: the last message and the announcements may all
@@ -379,4 +383,4 @@ class Mailbox:
 
     def _publish(self, to: str, name: str, data: bytes) -> None:
         kind, _, actor = to.partition(".")
-        self.bus.publish(subjects.mailbox(self.fleet, kind, actor, name), data)
+        self.bus.publish(_mailbox(self.fleet, kind, actor, name), data)

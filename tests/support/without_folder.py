@@ -30,7 +30,7 @@ DELETABLE = {
     "services/kv_offload/": "services/launcher/serve.py",
     "services/executor/cuda/": "services/executor/engine.py",
     "services/executor/cpu/autotune.py": "services/executor/engine.py",
-    "services/executor/cpu/compiled.py": "services/executor/cpu/engine.py",
+    "services/executor/cpu/compiled.py": "services/executor/engine.py",
     "services/executor/encoder/": "services/executor/actor.py",
     "services/executor/group/": "services/executor/actor.py",
     "services/executor/sampling/grammar_matchers.py": "services/executor/sampling/grammar.py",

@@ -50,10 +50,10 @@ from services.executor.checkpoint.weights import (
     plain_part,
     stage_partition,
 )
-from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
+from services.executor.engine import COMPILED, BackendInfo, ReportGrammar, ignore_grammar_news
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
-from services.executor.sampling.grammar import Grammars
+from services.executor.sampling.grammar import Grammars, build_grammars
 from services.executor.sampling.logits_processors import MakeProcessor
 from services.executor.sampling.sampler import STOP_IDS
 from shared.errors import EngineError, SetupError
@@ -229,6 +229,7 @@ def cpu_arithmetic(dtype: str) -> str:
         with contextlib.suppress(OSError):
             found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
             words += [found[1]] if found else []
+    words += [] if COMPILED else ["torch's operators"]  # attention and norms round differently there
     return ", ".join(words)
 
 
@@ -365,7 +366,7 @@ def grammars_of(options: TorchOptions, info: BackendInfo) -> Grammars:
             )
         return found
 
-    return Grammars(read, info.vocab, options.report_grammar)
+    return build_grammars(read, info.vocab, options.report_grammar)
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:

@@ -36,6 +36,7 @@ from services.executor.cpu.batch import Batch, BatchBuilder, Slots
 from services.executor.cpu.layers import Operators, StepValues, TorchOperators, table
 from services.executor.cpu.linear import ROW_TILE, Products
 from services.executor.engine import (
+    COMPILED,
     WARM_ROWS,
     BackendInfo,
     Copier,
@@ -66,9 +67,6 @@ from shared.kv_blocks import blocks_for
 from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
 from shared.processes import CoreWaits, give_back_memory, importing, usable_cores, usable_threads
 
-COMPILED = {  # operators in machine code for a CPU, where their kernels fit the cache; else torch's
-    "numba": "services.executor.cpu.compiled:CompiledOperators",
-}
 TRIAL_STEPS = 4
 SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
 LATEST_AT_MOST = 1024  # with the most threads: that fewer are faster shows in slow steps, too

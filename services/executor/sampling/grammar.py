@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,19 +37,11 @@ HostWork = tuple[Tensor, int, dict[int, str]]
 
 
 class Grammars:
-    """The grammars of open slots: those of GRAMMARS, else the rows of such slots fail. `open` and `close` are
-    for the device thread, the rest for the thread that samples."""
+    """The grammars of open slots, of an engine that follows none: their rows fail. `build_grammars` makes
+    those that are followed, with the same methods. `open` and `close` are for the device thread, the rest
+    for the thread that samples."""
 
-    def __new__(cls, *given: object) -> Self:
-        for kind in map(resolve_name, GRAMMARS.values()):
-            return kind(*given)  # type: ignore[no-any-return]  # found by its name, with the same methods
-        return object.__new__(cls)
-
-    def __init__(
-        self, load: Callable[[], Vocabulary], vocab: int, report: ReportGrammar = ignore_grammar_news
-    ) -> None:
-        """`vocab` is the width of the logits. `report` is called on any thread when the compilation for an
-        open slot has ended."""
+    def __init__(self) -> None:
         self._rows: dict[int, Any] = {}  # what a slot with a grammar has here
 
     def open(self, opened: SlotOpen) -> None:
@@ -84,6 +76,16 @@ class Grammars:
         """Like Sampler.choose, within the slots' grammars."""
         failures = dict.fromkeys(self.rows_of(slots), _NO_GRAMMARS)
         return sampler.choose(logits, slots, positions), 0, failures
+
+
+def build_grammars(
+    load: Callable[[], Vocabulary], vocab: int, report: ReportGrammar = ignore_grammar_news
+) -> Grammars:
+    """The grammars of an engine, of the kind in GRAMMARS. `vocab` is the width of the logits. `report` is
+    called on any thread when the compilation for an open slot has ended."""
+    for kind in map(resolve_name, GRAMMARS.values()):
+        return kind(load, vocab, report)  # type: ignore[no-any-return]  # found by its name
+    return Grammars()
 
 
 class HostRows:

@@ -11,8 +11,10 @@ from support.executor.tiny_models import VOCAB, save_tiny
 
 import kernels.cpu_jit
 from kernels.cpu_jit import thread_team
-from services.executor.cpu.engine import COMPILED, TorchBackend, TorchOptions, build, operators_for
+from services.executor.checkpoint.loader import cpu_arithmetic
+from services.executor.cpu.engine import TorchBackend, TorchOptions, build, operators_for
 from services.executor.cpu.layers import TorchOperators
+from services.executor.engine import COMPILED
 
 # For one call. The tiny model's down product is too narrow for int8 and stays in bf16.
 NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": (*kernels.cpu_jit.BYTES, "avx512bf16")}
@@ -95,3 +97,10 @@ def test_torch_computes_the_layers_when_the_table_has_no_machine_code(
     plain = engine("llama-9-3-tied", tmp_path / "plain", "f32")
     assert isinstance(operators_for(plain._cache, deterministic=False), TorchOperators)
     torch.testing.assert_close(logits(plain), usual, atol=1e-4, rtol=1e-4)
+
+
+def test_operators_of_torch_are_another_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV blocks of an installation without machine code are not taken for those of one with it."""
+    compiled = cpu_arithmetic("f32")
+    monkeypatch.delitem(COMPILED, "numba")
+    assert cpu_arithmetic("f32") == f"{compiled}, torch's operators"

@@ -34,7 +34,7 @@ from services.executor.cuda.input_batch import (
     fill,
 )
 from services.executor.parallel.step_split import Chunk
-from services.executor.sampling.grammar import Grammars, HostRows
+from services.executor.sampling.grammar import HostRows, build_grammars
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.messages import AT_DEVICE, FROM_DEVICE, Sampling, SlotOpen, ints
 
@@ -177,7 +177,7 @@ def made() -> World:
     engine: Any = object.__new__(CudaBackend)
     slots = CudaSlots(SLOTS, 8, 99, CONTEXT, ON, VOCAB, drafts=True)
     engine._slots, engine._runner = slots, Device(slots)
-    engine._host_rows = HostRows({}, Grammars(lambda: VOCABULARY, VOCAB), ON)
+    engine._host_rows = HostRows({}, build_grammars(lambda: VOCABULARY, VOCAB), ON)
     engine._sampling = DeviceSampling(SLOTS, VOCAB, slots.choices, torch.float32)
     engine._stage, engine._alone = SimpleNamespace(last=True), True
     engine._cache = SimpleNamespace(copy=lambda source, target: None)

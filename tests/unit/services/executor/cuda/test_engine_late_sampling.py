@@ -21,7 +21,7 @@ from loadtest.gpu.structured import vocabulary
 from services.executor.cuda.engine import Answered, CudaBackend, DeviceSampling, LateSampling
 from services.executor.cuda.input_batch import ArrangedStep, CudaSlots, Words
 from services.executor.engine import Late, Pending, StepOutput
-from services.executor.sampling.grammar import Grammars, HostRows
+from services.executor.sampling.grammar import HostRows, build_grammars
 from services.executor.sampling.sampler import Sampler
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.answer_formats import grammar as answer_grammar
@@ -122,7 +122,7 @@ def rows_at(step: int, slots: range | list[int] = range(SLOTS)) -> list[Row]:
 @pytest.fixture
 def world() -> Iterator[World]:
     engine: Any = object.__new__(CudaBackend)
-    grammars = Grammars(lambda: VOCABULARY, VOCAB)
+    grammars = build_grammars(lambda: VOCABULARY, VOCAB)
     slots = CudaSlots(SLOTS, 8, 99, 90, ON, VOCAB)
     engine._slots, engine._runner, engine._host_rows = slots, Device(slots), HostRows({}, grammars, ON)
     engine._sampling = DeviceSampling(SLOTS, VOCAB, slots.choices, torch.float32)
@@ -138,7 +138,7 @@ def world() -> Iterator[World]:
 def by_definition(wishes: list[tuple[str, Sampling]]) -> list[list[int]]:
     """Each slot's tokens: its logits, masked, then chosen by the sampler in torch."""
     grammars, sampler = (
-        Grammars(lambda: VOCABULARY, VOCAB),
+        build_grammars(lambda: VOCABULARY, VOCAB),
         Sampler(SLOTS, VOCAB, torch.device("cpu"), deterministic=False),
     )
     known = [[*PROMPT] for _ in wishes]

@@ -10,7 +10,7 @@ from support.executor.engine_pair import KIND, PROMPT, small_engine
 from support.executor.plan_maker import GREEDY, PlanMaker
 from support.executor.tiny_models import save_tiny
 
-from services.executor.sampling.grammar import GRAMMARS, Grammars
+from services.executor.sampling.grammar import GRAMMARS, build_grammars
 from shared.messages import SlotOpen, ints
 from shared.vocab.vocabulary import Vocabulary
 
@@ -47,7 +47,7 @@ def test_an_engine_follows_grammars_when_the_table_has_a_kind(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("_without")
 def test_masks_allow_all_in_rows_that_are_refused() -> None:
-    grammars = Grammars(no_vocabulary, 64)
+    grammars = build_grammars(no_vocabulary, 64)
     grammars.open(
         SlotOpen(
             slot=3, generation=0, seq=3, prompt_tokens=1, sampling=GREEDY, tokens=ints([1]), grammar="{}"
