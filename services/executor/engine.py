@@ -48,8 +48,9 @@ ENGINES = {
     "cpu": "services.executor.cpu.engine:build",
     "cuda": "services.executor.cuda.engine:build",
 }
-TIMINGS = {  # of products on a CPU, which choose the first number of threads
+TUNING = {  # the number of threads on a CPU: a timing of products chooses the first one, steps the others
     "products": "services.executor.cpu.autotune:timing_for",
+    "steps": "services.executor.cpu.autotune:thread_count",
 }
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
@@ -239,7 +240,22 @@ def engine_of(device: str) -> Callable[..., Any]:
 
 def timing_of(*model: Any, **how: Any) -> Any:
     """The timing of a model's products here, see services.executor.cpu.autotune; None: not timed."""
-    return next((resolve_name(name)(*model, **how) for name in TIMINGS.values()), None)
+    return resolve_name(TUNING["products"])(*model, **how) if "products" in TUNING else None
+
+
+class Threads(Protocol):
+    """Chooses how many threads compute the next step, `now`, by the time of those before."""
+
+    @property
+    def now(self) -> int: ...
+
+    def observe(self, tokens: int, took_us: int) -> None:
+        """Take the time of a step with `now` threads."""
+
+
+def thread_count() -> Threads | None:
+    """What changes the number of threads between steps; None: each step has the first number."""
+    return resolve_name(TUNING["steps"])() if "steps" in TUNING else None
 
 
 class EngineGone(HeadraceError):

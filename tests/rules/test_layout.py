@@ -28,7 +28,7 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "executors", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
+            "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
             "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
@@ -61,7 +61,7 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
-    "services/scheduler/reports/", "services/scheduler/speculation.py",
+    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",

@@ -212,7 +212,7 @@ def _usable(job: transfers.Job, message: KvReady) -> int:
     return count
 
 
-def on_copied(state: State, job: transfers.Job, executor: Executor, message: KvCopied) -> None:
+def end_copy(state: State, job: transfers.Job, executor: Executor, message: KvCopied) -> None:
     """A load has ended. If it took longer than the lease, it may have read other bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
