@@ -82,6 +82,8 @@ def copy_dirty(state: State, executor: Executor) -> bool:
 
 def needs_ticks(state: State) -> bool:
     """True while there is no request and eager copies are possible: the actor then sends ticks."""
+    if state.sessions.wants_ticks():
+        return True
     idle = not state.requests and not state.draining and state.reuse.most_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
@@ -386,7 +388,7 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         seq, at, tenant = pool.owner_of[block]
         group = seq, at // JUDGED_TOGETHER
         if group not in verdicts:
-            view = _view(state, executor, conditions, group, state.reuse.chance_pm(tenant))
+            view = _view(state, executor, conditions, group, state.sessions.chance_pm(state, seq, tenant))
             verdicts[group] = judge(view), view.preempted
         what, preempted = verdicts[group]
         if what == "drop" and pool.give_up(block):

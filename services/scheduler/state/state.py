@@ -368,6 +368,43 @@ class DroppedExecutor:
 
 
 @dataclass(slots=True)
+class SessionEvents:
+    """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py,
+    which the policy `sessions` puts in its place."""
+
+    learns: bool = False
+
+    def on_request(self, state: State, request: Request) -> None:
+        """A request has come, before the keys of its prompt are computed."""
+
+    def on_admitted(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A new prompt starts, and has its cached blocks."""
+
+    def on_closed(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A running sequence ends, and still has its blocks."""
+
+    def on_ended(self, state: State, request: Request) -> None:
+        """The last choice of a request is over, and the functions that its answer calls are known."""
+
+    def on_event(self, state: State) -> None:
+        """After each event."""
+
+    def on_cut(self, state: State) -> None:
+        """Peers or messages were lost: requests may have come and not been seen."""
+
+    def on_evicted(self, state: State) -> None:
+        """A tier below has evicted blocks."""
+
+    def chance_pm(self, state: State, seq: int, tenant: str) -> int:
+        """The chance that a block is used again which sequence `seq` of `tenant` has released last."""
+        return state.reuse.chance_pm(tenant)
+
+    def wants_ticks(self) -> bool:
+        """Whether something is left to do without an event."""
+        return False
+
+
+@dataclass(slots=True)
 class State:
     """The whole state; `now_us` is the time of the event being handled."""
 
@@ -383,6 +420,7 @@ class State:
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
     idle_since_us: int = 0  # since when there is no request; 0: there is one
     reuse: Reuse = field(default_factory=Reuse)
+    sessions: SessionEvents = field(default_factory=SessionEvents)
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor
