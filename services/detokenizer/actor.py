@@ -34,8 +34,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
-from shared.telemetry.counters import DetokenizerCounter, in_load, lately, points
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import DetokenizerCounter, Metrics, in_load, lately, points
 from shared.telemetry.traces import Choice, Reply, RequestRecord, request_spans
 from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

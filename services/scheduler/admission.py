@@ -32,7 +32,6 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from services.scheduler import headroom, lifecycle, load_shedding, overlap, preemption, prefix_cache
-from services.scheduler.headroom import headroom_blocks, headroom_bound
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.load_shedding import RETRY_AFTER_MS
 from services.scheduler.preemption import RecomputeCost
@@ -261,8 +260,8 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
     reservations = headroom.reservations(state, executor, group)[: len(pool.free_slots)]
     reservations[0] = max(reservations[0] - len(present), 0)
     room, awaited = pool.unreserved_blocks - pool.free_taken_by(present), 0
-    if room < sum(reservations) + headroom_bound(state, executor, head):
-        spare = headroom_blocks(state, executor, group.sequences[: len(reservations)])
+    if room < sum(reservations) + headroom.headroom_bound(state, executor, head):
+        spare = headroom.headroom_blocks(state, executor, group.sequences[: len(reservations)])
         wanted = sum(reservations) + spare
         while reservations and room < sum(reservations) + spare:
             reservations.pop()

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from services.scheduler import headroom, load_shedding, prefix_cache
-from services.scheduler.headroom import withdraw
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.load_shedding import no_executor
 from services.scheduler.state import requests
@@ -416,7 +415,7 @@ def _close(state: State, sequence: requests.Sequence, final: int, reason: str) -
     state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
     state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
     if sequence.phase is requests.Phase.RUNNING:
-        withdraw(state, sequence, len(sequence.tokens) - 1)
+        headroom.withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
     state.counters.count_finished(reason)

@@ -28,8 +28,8 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
-            "prefix_cache", "recovery", "results", "speculation", "step_planner",
+            "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap",
+            "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -68,7 +68,7 @@ HANGING = (
     "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
-    "services/executor/quantised/",
+    "services/executor/quantised/", "shared/vocab/gguf.py", "shared/vocab/vectors.py",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.

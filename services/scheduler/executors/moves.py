@@ -16,7 +16,6 @@ within it. Without another executor for them, they stay.
 from __future__ import annotations
 
 from services.scheduler import admission, headroom
-from services.scheduler.headroom import withdraw
 from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import RecomputeCost, backlog_us, requeue
 from services.scheduler.state.requests import Sequence
@@ -122,7 +121,7 @@ def leave(state: State, executor: Executor, sequence: Sequence, why: str) -> Non
         below_blocks=sum(block in executor.pool.clean for block in sequence.table),
     )
     state.counters.moves += 1
-    withdraw(state, sequence, len(sequence.tokens) - 1)
+    headroom.withdraw(state, sequence, len(sequence.tokens) - 1)
     requeue(state, sequence)
 
 

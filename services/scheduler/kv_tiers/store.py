@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler import headroom, preemption, prefix_cache
-from services.scheduler.headroom import headroom_blocks
 from services.scheduler.kv_tiers import load, lookups
 from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
@@ -109,7 +108,7 @@ def _pressed(state: State, executor: Executor) -> int:
     group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
     if group is not None and group.request.tokenized.model == executor.hello.model:
         wanted += sum(headroom.reservations(state, executor, group))
-        wanted += headroom_blocks(state, executor, group.sequences)
+        wanted += headroom.headroom_blocks(state, executor, group.sequences)
         if group.resumes:  # its cached blocks are used again
             hits = prefix_cache.lookup(executor, group.sequences[0])
             wanted -= len(hits) - pool.free_taken_by(hits)
