@@ -68,6 +68,7 @@ HANGING = (
     "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
+    "services/executor/sampling/logits_processors.py",
     "services/executor/quantised/", "shared/vocab/gguf.py", "shared/vocab/vectors.py",
 )  # fmt: skip
 
