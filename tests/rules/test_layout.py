@@ -62,7 +62,7 @@ ONE_PATH = (
 HANGING = (
     "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
     "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/speculation.py",
-    "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
+    "services/detokenizer/durable/", "services/detokenizer/clients.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
     "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
