@@ -90,7 +90,7 @@ def world_of(blocks: int) -> World:
     world = World(Setup((machine,), tier=tier), Workload(tuple(parts)))
     world.begin()
     while not world.scheduler.state.counters.finished or world.scheduler.state.requests:
-        world.scheduler.state.prefix_reuse_pm = 1_000
+        world.scheduler.state.reuse.add("public", 10**6, 10**6)
         world.next_event()
     assert world.scheduler.state.executors["e0"].pool.dirty_blocks > blocks // 2
     return world
@@ -100,7 +100,7 @@ def world_of(blocks: int) -> World:
 def test_events_visit_few_blocks_while_a_long_prompt_waits_for_copies(blocks: int) -> None:
     world = world_of(blocks)
     state = world.scheduler.state
-    state.prefix_reuse_pm = 1_000
+    state.reuse.add("public", 10**6, 10**6)
     pool, most, events = state.executors["e0"].pool, 0, 0
     visits = Visits(pool)
     world.ask(asked("long", 99, blocks * 6 // 10))
