@@ -418,11 +418,17 @@ def _take_hits(state: State, offer: Offer, group: SequenceGroup) -> None:
     if fresh:
         state.counters.prefix_lookup_tokens += len(parent.tokens)
         state.counters.prefix_hit_tokens += found
-        below = max((sum(t > 0 for t in answer.found) for answer in group.lookup_results.values()), default=0)
-        known = max(len(offer.hits), below)
-        known += prefix_cache.lost_after(offer.executor, parent, known)
-        hit = min(known * offer.executor.hello.block_tokens, len(parent.tokens))
-        state.prefix_reuse_pm = (15 * state.prefix_reuse_pm + 1000 * hit // len(parent.tokens)) // 16
+        state.reuse.add(parent.tenant, _known_tokens(offer, group), len(parent.tokens))
+
+
+def _known_tokens(offer: Offer, group: SequenceGroup) -> int:
+    """How many tokens of a new prompt were computed before: held here or below, or lost without a copy."""
+    parent, held, block_tokens = group.sequences[0], len(offer.hits), offer.executor.hello.block_tokens
+    full = (len(parent.tokens) - 1) // block_tokens
+    results = group.lookup_results.values()
+    known = held + max((lookups.known_after(result, held, full) for result in results), default=0)
+    known += prefix_cache.lost_after(offer.executor, parent, known)
+    return len(parent.tokens) if known >= full > 0 else known * block_tokens
 
 
 def _record(state: State, offer: Offer, group: SequenceGroup, sequence: Sequence) -> None:

@@ -46,7 +46,8 @@ def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
         executor.remove(sequence)
         executor.fork_copies = [copy for copy in executor.fork_copies if copy[1] not in sequence.table]
         executor.pool.unreserve(sequence.reserved)
-        executor.pool.release(sequence.table, [sequence.slot], executor.step, sequence.seq)
+        slots, tenant = [sequence.slot], sequence.tenant
+        executor.pool.release(sequence.table, slots, executor.step, sequence.seq, tenant)
         closed = SlotClose(slot=sequence.slot, generation=sequence.generation, last_step=executor.step)
         state.send(executor.source, closed)
     sequence.leave()

@@ -81,7 +81,7 @@ def copy_dirty(state: State, executor: Executor) -> bool:
 
 def needs_ticks(state: State) -> bool:
     """True while there is no request and eager copies are possible: the actor then sends ticks."""
-    idle = not state.requests and not state.draining and state.prefix_reuse_pm >= EAGER_COPY_PM
+    idle = not state.requests and not state.draining and state.reuse.most_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
 
@@ -358,7 +358,6 @@ class _Conditions:
     pressed: int  # needed blocks beyond the free ones
     copy_us: int  # for a block, with its share of half the wait; 0: copy to measure the link
     preempted_us: int  # likewise for preempted sequences, which wait for the copy: never 0 to measure
-    chance_pm: int
     recompute: RecomputeCost
 
 
@@ -367,14 +366,14 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
 
     The policy of kind `tier` judges groups of blocks: the time of a copy (measured rate, with half the queue)
     against the time to compute it again (by the tokens before it) times the chance that it is used again.
-    The chance is 1 for preempted sequences, and for ended ones the share of prompts found in caches.
+    The chance is 1 for preempted sequences, and for ended ones the share of their tenant's prompts that
+    caches had.
     """
     pool = executor.pool
     conditions = _Conditions(
         pressed=pressed,
         copy_us=_copy_us(state, executor),
         preempted_us=_expected_us(executor),
-        chance_pm=state.prefix_reuse_pm,
         recompute=RecomputeCost.of(executor),
     )
     judge, chosen, dealt = state.limits.policy.function("tier"), list[int](), 0
@@ -383,10 +382,10 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
     for block in pool.to_copy(max(MAX_JUDGED, 2 * pressed), stable):
         if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
             break  # enough
-        seq, at = pool.owner_of[block]
+        seq, at, tenant = pool.owner_of[block]
         group = seq, at // JUDGED_TOGETHER
         if group not in verdicts:
-            view = _view(state, executor, conditions, group)
+            view = _view(state, executor, conditions, group, state.reuse.chance_pm(tenant))
             verdicts[group] = judge(view), view.preempted
         what, preempted = verdicts[group]
         if what == "drop" and pool.give_up(block):
@@ -417,13 +416,15 @@ def _expected_us(executor: Executor) -> int:
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * most_blocks(executor))
 
 
-def _view(state: State, executor: Executor, conditions: _Conditions, group: tuple[int, int]) -> OffloadView:
+def _view(
+    state: State, executor: Executor, conditions: _Conditions, group: tuple[int, int], chance_pm: int
+) -> OffloadView:
     preempted = is_preempted(state, group[0])
     return OffloadView(
         preempted=preempted,
         pressed=conditions.pressed > 0,
         idle=not executor.down.pending_jobs,
-        chance_pm=1000 if preempted else conditions.chance_pm,
+        chance_pm=1000 if preempted else chance_pm,
         copy_us=conditions.preempted_us if preempted else conditions.copy_us,
         recompute_us=conditions.recompute.block_us(group[1] * JUDGED_TOGETHER),
     )

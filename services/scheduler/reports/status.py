@@ -193,7 +193,7 @@ def _tier_status(state: State, executor: Executor) -> dict[str, object]:
     facts: dict[str, object] = {
         "host": executor.hello.host_id,
         "recompute_block_us": RecomputeCost.of(executor).block_us(0),
-        "reuse_pm": state.prefix_reuse_pm,
+        "reuse_pm": state.reuse.mean_pm,
         "chunk_tokens": executor.chunk_tokens,
     }
     up = (Links.UP_RATE, Links.UP_MOVED, Links.UP_PENDING)
