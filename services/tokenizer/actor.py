@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from services.tokenizer import intake, prepare
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import NOT_READ, UNKNOWN, ChatTemplate
 from services.tokenizer.core import (
     Command,
     Event,
@@ -31,7 +31,6 @@ from services.tokenizer.core import (
     TokenizerCore,
 )
 from services.tokenizer.queries import Checks, Queries, refuse
-from services.tokenizer.template_probe import NOT_READ, UNKNOWN
 from shared.actor import membership
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload

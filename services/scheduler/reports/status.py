@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from services.scheduler import load_shedding
+from services.scheduler import load_shedding, recovery
 from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
@@ -145,7 +145,7 @@ def status(state: State) -> dict[str, object]:
 
 def _excluded(state: State, hello: ExecHello) -> dict[str, object]:
     """An executor of a kind that does not serve."""
-    why = load_shedding.kind_refusal(state, hello)
+    why = recovery.kind_refusal(state, hello)
     return {"model": hello.model, "dtype": hello.dtype, "model_digest": hello.model_digest, "why": why}
 
 
