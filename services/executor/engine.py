@@ -54,6 +54,11 @@ TIMINGS = {  # of products on a CPU, which choose the first number of threads
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
 }
+ADAPTERS = {  # the places of an engine of a CPU, those without weights, and their loads
+    "cpu": "services.executor.adapters.places:build",
+    "sim": "services.executor.adapters.sim:build",
+    "loads": "services.executor.adapters.shell:AdapterLoads",
+}
 COMPILED = {  # operators in machine code for a CPU, where their kernels fit the cache; else torch's
     "numba": "services.executor.cpu.compiled:CompiledOperators",
 }
@@ -98,6 +103,7 @@ class BackendInfo:
     tokens_digest: str = ""  # of its vocabulary, see Vocabulary; empty: it has none
     max_drafts: int = 0  # see ExecHello
     max_draft_rows: int = 0
+    adapter_places: int = 0
 
     @property
     def context(self) -> int:
@@ -224,6 +230,44 @@ class Speculation(Protocol):
         slots, and whether they are the first ones of their slots."""
 
 
+class HeldAdapter(Protocol):
+    """An adapter in host memory."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Adapters(Protocol):
+    """The adapters of an engine, by place. Place 0 has none."""
+
+    count: int  # places
+    held: list[Any]  # by place: a HeldAdapter or None
+
+    def read(self, path: str) -> HeldAdapter:
+        """Read an adapter to host memory, on any thread. Raises BadRequest."""
+
+    def bind(self, place: int, adapter: Any) -> None:
+        """Put an adapter that was read into a place, or None, on the device thread. Earlier steps have the
+        adapter before it."""
+
+    def open(self, opened: messages.SlotOpen) -> None:
+        """The rows of a slot have the adapter in its place."""
+
+    def reset(self) -> None:
+        """Empty all places."""
+
+
+def adapters_of(kind: str, places: int, *given: Any) -> Any:
+    """The Adapters of an engine, made of what is `given`; None without places, or without their line."""
+    return resolve_name(ADAPTERS[kind])(*given) if places and kind in ADAPTERS else None
+
+
 def speculation_of(tokens: Callable[[int], messages.Ints]) -> Speculation | None:
     """What finds drafts in the `tokens` of a slot; None: nothing does."""
     return next((resolve_name(name)(tokens) for name in SPECULATION.values()), None)
@@ -344,6 +388,12 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""
+
+
+class Adapting(Protocol):
+    """An engine with `info.adapter_places`."""
+
+    adapters: Adapters
 
 
 class Sleeper(Protocol):
