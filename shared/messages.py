@@ -504,7 +504,6 @@ class AdapterLoad:
     place: int
     digest: str
     path: str
-    trace: str = ""  # of the request that waits for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,9 @@ def read_folder(path: str, most_rank: int) -> Folder:
     folder = Path(path).expanduser()
     if not folder.is_absolute():
         raise refusal(f"{path!r:.200} is not an absolute path: executors do not start in your folder")
-    config, weights = _bytes(folder / CONFIG), _bytes(folder / WEIGHTS)
+    config = _bytes(folder / CONFIG)
     rank, scale = read_config(config, folder / CONFIG, most_rank)
+    weights = _bytes(folder / WEIGHTS)
     return Folder(digest_of(config, weights), rank, scale, weights)
 
 

@@ -238,6 +238,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, base: TorchBackend)
     (folder / "adapter_model.bin").write_bytes(b"pickle")
     assert "is a pickle: save it with safe_serialization=True" in why(folder)
     (folder / "adapter_config.json").write_text("[]")
+    weights.touch()
     assert "is not a JSON object" in why(folder)
 
 
