@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -268,6 +268,12 @@ def adapters_of(kind: str, places: int, *given: Any) -> Any:
     return resolve_name(ADAPTERS[kind])(*given) if places and kind in ADAPTERS else None
 
 
+def adapter_loads_of(backend: Backend, *given: Any) -> Any:
+    """What loads the adapters of an engine; None: it has no places for any."""
+    made = ADAPTERS.get("loads") if backend.info.adapter_places else None
+    return resolve_name(made)(cast("Adapting", backend).adapters, *given) if made else None
+
+
 def speculation_of(tokens: Callable[[int], messages.Ints]) -> Speculation | None:
     """What finds drafts in the `tokens` of a slot; None: nothing does."""
     return next((resolve_name(name)(tokens) for name in SPECULATION.values()), None)
@@ -433,6 +439,8 @@ def open_error(opened: messages.SlotOpen, info: BackendInfo) -> str:
         return f"slot {opened.slot} is not one of {info.slots} slots"
     if not opened.tokens:
         return f"slot {opened.slot} is opened without a token"
+    if opened.adapter > info.adapter_places:
+        return f"slot {opened.slot} has place {opened.adapter} of {info.adapter_places} for adapters"
     if len(opened.tokens) > info.max_context:
         return f"slot {opened.slot} has {len(opened.tokens)} tokens in a context of {info.max_context}"
     return ""

@@ -64,7 +64,7 @@ from services.executor.sampling.sampler import (
     end_slots,
     record_choices,
 )
-from shared.errors import EngineError, SetupError
+from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
 from shared.processes import CoreWaits, give_back_memory, importing, usable_cores, usable_threads
@@ -118,8 +118,6 @@ class TorchBackend:
         )
         if self.adapters is not None:
             self.info = replace(self.info, adapter_places=places)
-        elif options.lora_places:
-            raise SetupError("lora_places: only an executor of one CPU has places for adapters so far; use 0")
         self._model = Model(loaded, kinds, deterministic=exact, adapters=self.adapters)
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
