@@ -69,6 +69,22 @@ class Adapters:
         return 0
 
     @staticmethod
+    def shown(executor: Executor) -> dict[str, dict[str, object]]:
+        """What is in the places of an executor, for people."""
+        users = _users(executor)
+        return {
+            str(place): {
+                "name": placed.name,
+                "digest": placed.digest,
+                "state": "loaded" if placed.loaded else "loading",
+                "sequences": users[placed.digest],
+                "bytes": placed.bytes,
+                "load_ms": placed.took_us / 1000,
+            }
+            for place, placed in sorted(executor.adapters.items())
+        }
+
+    @staticmethod
     def review(state: State) -> None:
         """Queue the groups whose adapter is there, and load for those that wait, the oldest first."""
         ready = [
