@@ -29,7 +29,8 @@ _HARMLESS = frozenset((
 ))  # fmt: skip
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # others start from another base
 _NAMED = {
-    "use_dora": "DoRA", "modules_to_save": "whole modules", "rank_pattern": "ranks by module",
+    "bias": "trained biases", "use_dora": "DoRA", "modules_to_save": "whole modules",
+    "rank_pattern": "ranks by module",
     "alpha_pattern": "scales by module", "lora_bias": "a bias in B", "fan_in_fan_out": "transposed weights",
     "target_parameters": "parameters that are no modules", "layer_replication": "replicated layers",
     "trainable_token_indices": "trained embeddings", "alora_invocation_tokens": "an activated adapter",
@@ -118,7 +119,7 @@ def _check_field(name: str, value: Any) -> None:
         return
     if name == "init_lora_weights":
         raise refusal(f"`{name}` is {value!r:.40}, whose base has other weights: convert it to plain LoRA")
-    raise refusal(f"`{name:.60}` is {value!r:.60}, and {_NAMED.get(name, 'it')} is not supported")
+    raise refusal(f"`{name:.60}` is {value!r:.60}: not supported ({_NAMED.get(name, 'not known')})")
 
 
 Shape = Callable[[str], Sequence[int]]
@@ -145,7 +146,7 @@ def check_targets(
     fit."""
     if not found:
         raise refusal("it has no matrix")
-    for module, _ in found:
+    for module, _ in sorted(found):
         if (sizes := known.get(module)) is None:
             raise refusal(f"{module!r:.120} is no linear layer of the model that takes adapters")
         expected = {"lora_A": (rank, sizes[1]), "lora_B": (sizes[0], rank)}

@@ -165,9 +165,9 @@ def test_an_engine_says_how_many_places_it_has(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
-    ({"use_dora": True}, "`use_dora` is True, and DoRA is not supported"),
+    ({"use_dora": True}, "`use_dora` is True: not supported (DoRA)"),
     ({"bias": "all"}, "`bias` is 'all'"),
-    ({"modules_to_save": ["lm_head"]}, "whole modules is not supported"),
+    ({"modules_to_save": ["lm_head"]}, "not supported (whole modules)"),
     ({"rank_pattern": {"q_proj": 2}}, "`rank_pattern`"),
     ({"alpha_pattern": {"q_proj": 2}}, "`alpha_pattern`"),
     ({"init_lora_weights": "pissa"}, "whose base has other weights"),
@@ -178,7 +178,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"r": 17}, "`r` is 17, over the 16 of --lora-rank"),
     ({"r": "4"}, "`r` is '4'"),
     ({"lora_alpha": None}, "`lora_alpha` is None"),
-    ({"r": 5}, "[5, 64] is expected"),
+    ({"r": 5}, "layers.0.mlp.down_proj.lora_A.weight is [4, 112], and [5, 112] is expected"),
 ]
 
 
