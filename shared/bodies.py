@@ -226,6 +226,34 @@ ServiceStatus = TypedDict("ServiceStatus", {
     "kind": Name, "id": Name, "fleet": NotRequired[str], "state": NotRequired[str],
 })
 
+# A verb for a session. `ttl_s`: of `keep`; `tree`: of `release`: the sessions that it started, too
+MAX_KEEP_S = 86_400
+SessionAsked = TypedDict("SessionAsked", {
+    "do": Annotated[
+        Literal["state", "release", "prefetch", "keep"], _else("state, release, prefetch or keep is expected")
+    ],
+    "ttl_s": NotRequired[Annotated[
+        Annotated[float, Field(gt=0, le=MAX_KEEP_S)], _else(f"seconds over 0, to {MAX_KEEP_S}, are expected")
+    ]],
+    "tree": NotRequired[bool],
+})
+
+# A session now, before any copy: services/scheduler/sessions has its meaning, messages.SessionAnswer the
+# fields. `id`: as the client has named it in its verb
+Seconds = Annotated[float, Field(ge=0)]
+SessionState = TypedDict("SessionState", {
+    "state": Name, "tokens": Count, "device": Count, "l1": Count, "l2": Count,
+    "will": NotRequired[str], "why": NotRequired[str], "id": NotRequired[str], "session": NotRequired[str],
+    "tenant": NotRequired[str], "tool": NotRequired[str], "idle_s": NotRequired[Seconds],
+    "kept_s": NotRequired[Seconds], "returns_p50_s": NotRequired[Seconds],
+    "returns_p90_s": NotRequired[Seconds], "load_s": NotRequired[Seconds], "compute_s": NotRequired[Seconds],
+})
+
+# The sessions of a scheduler, the least idle first, and what it has learned
+Sessions = TypedDict("Sessions", {
+    "id": Name, "model": NotRequired[str], "data": list[SessionState], "summary": NotRequired[Json],
+})
+
 # Where the time of a request went; `unknown` requests have no more
 Trace = TypedDict("Trace", {
     "request_id": str, "state": str, "tenant": NotRequired[str], "spans": NotRequired[list[Json]],

@@ -50,14 +50,14 @@ from shared.processes import importing
 from shared.telemetry.counters import (
     Counted,
     ExecutorCounter,
+    MetricPoint,
+    Metrics,
     SchedulerCounter,
     in_load,
     in_status,
     lately,
     points,
 )
-from shared.telemetry.readings import MetricPoint, Metrics
-from shared.vocab import files
 from shared.vocab.files import resolve, served_names
 
 if TYPE_CHECKING:
@@ -147,7 +147,9 @@ class ExecutorActor(Actor):
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_loop(mailbox, on_built))
         self._backend = await built
-        files.forget_header()  # the last reader was the engine
+        from shared.vocab import gguf  # with tokenizers, which the engine has imported meanwhile
+
+        gguf.forget_header()  # the last reader was the engine
         computing = lambda: self._device.since_us > 0  # noqa: E731
         self._adapters = adapter_loads_of(
             self._backend, mailbox, self._backend.info.model, self._between_steps

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.scheduler import admission, lifecycle, load_shedding, preemption
+from services.scheduler import admission, headroom, lifecycle, load_shedding
 from services.scheduler.state.requests import Request
 from services.scheduler.state.state import Executor, PlacedAdapter, State
 from services.scheduler.state.waiting_queue import SequenceGroup
@@ -144,7 +144,7 @@ def _able(state: State, group: SequenceGroup) -> list[Executor]:
         for e in state.executors.values()
         if e.hello.adapter_places
         and load_shedding.may_run(e, group.request)
-        and preemption.can_fit(e, group.first_choice())
+        and headroom.can_fit(e, group.first_choice())
         and (not e.role or admission.is_suitable(state, e, group))
     ]
 

@@ -73,6 +73,9 @@ PUBLIC = (
     ("forward.T.*", "keeper leaf", "keeper"),
     ("keep.T.*", "gateway", "keeper"),  # a tenant has `submit`, and needs no way to fill the store
     ("done.T.*", "keeper", "keeper operator tenant"),
+    ("session.T.*", "tenant operator gateway", "scheduler"),
+    ("sessions.T", "tenant operator gateway", "scheduler"),
+    ("sessions", "operator", "scheduler"),
     ("models.T", "tenant operator gateway leaf", "tokenizer"),
     ("models", "operator gateway leaf keeper tokenizer", "tokenizer"),
     ("status", "operator gateway", "all"),

@@ -129,6 +129,11 @@ state = Subject("headrace.store.state.{tenant}.{request}",
 resume = Subject("headrace.store.resume.{tenant}.{model}",
     "A detokenizer has a durable request go on after its checkpoint", "Tokenized | Tokens -> Frame")
 resume_any_tenant = resume.of_any_tenant
+session = Subject("headrace.v1.session.{tenant}.{session}",
+    "A verb for a session of a tenant, by the client's id; each scheduler answers, `unknown` where it is not",
+    "SessionAsked -> SessionState")
+sessions = Subject("headrace.v1.sessions.{tenant}", "The sessions of a tenant, from each scheduler",
+    "empty -> Sessions")
 trace = Subject("headrace.v1.trace.{request}", "The stages of a request", "text -> Trace")
 policy = Subject("headrace.v1.policy.{scheduler}",
     "The operator changes the policy of a scheduler; the body is `kind=name,...`", "text -> Change")
@@ -167,10 +172,14 @@ gone = Subject("_R.{actor}.{request}",
     "The reply subject of frames: a 503 of the server on it means that the client has gone", "empty")
 gone_all = Subject("_R.{actor}.*", "The 503s for all frames of a detokenizer")
 _status = Subject("headrace.v1.status", "The states of all services", "empty -> ServiceStatus")
+_sessions = Subject("headrace.v1.sessions", "The sessions of all tenants, from each scheduler",
+    "empty -> Sessions")
 _aliases = Subject("headrace.store.aliases", "The aliases that a tokenizer has", "empty -> Alias")
 # fmt: on
 
 STATUS = _status.every
+SESSIONS = _sessions.every
+SESSION_ALL, SESSIONS_ANY_TENANT = session.every, sessions.every
 ALIASES = _aliases.every
 GENERATE_ALL = generate.every  # the queue group that answers 404
 LOAD_ALL = load.every

@@ -29,13 +29,15 @@ from numpy.typing import NDArray
 from services.executor.engine import (
     Arena,
     BackendInfo,
+    HostRow,
+    MakeProcessor,
     Pending,
     StepOutput,
     YieldDevice,
     adapters_of,
     keep_device,
 )
-from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines, Wait
+from services.executor.sampling.logits_processors import ProcessorPipelines, Wait
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for

@@ -31,7 +31,8 @@ from shared.api import IGNORED, MAX_RUN, RUN_HEADER, UNSUPPORTED, run_of
 from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
 from shared.messages import MANY_CALLS, Sampling, Tokenized, floats, ints
-from shared.vocab.vocabulary import Vocabulary, gguf_parts
+from shared.vocab.gguf import gguf_parts
+from shared.vocab.vocabulary import Vocabulary
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi 12"}]}
 WALL_US = 1_700_000_000_000_000
