@@ -52,7 +52,7 @@ MAX_RUN = 2**20 - 1
 MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of a request
 
 NOT_YET = "not supported yet"
-KEEPS = "a wish: the blocks of the session stay so long: docs/guides/agents.md"
+KEEPS = "a wish: the blocks of the session stay so long: docs/guides/sessions.md"
 NO_EFFECT = "accepted, without effect"
 OLD = "the old name of vLLM for `structured_outputs` with "
 

@@ -1,4 +1,4 @@
-"""What clients say of their sessions: the names that they use for it, checked, in one form.
+"""The hints of clients about their sessions: under all the names that they send, checked, in one form.
 
     headers ── with_headers ──┐
     body ─────────────────────┴─▶ fields of a native request ── hints_of ──▶ Hints ──▶ Tokenized
@@ -169,7 +169,7 @@ def _nvext(value: object) -> object:
 
 
 class SessionFields(BaseModel):
-    """What a body says of its session, in every API."""
+    """The session of a request, in every API."""
 
     session_id: SessionId | None = Field(None, description="the session: one id for a chain of prompts")
     parent_session_id: SessionId | None = Field(None, description="the session that started this one")

@@ -456,7 +456,7 @@ def _common(
 
 
 def _session(tenant: str, request: Request, max_tokens: int, output: AnswerForm | None) -> dict[str, Any]:
-    """What the client says of the request's session. Raises BadRequest."""
+    """The hints of the client about the session. Raises BadRequest."""
     hints = session_hints.hints_of(request, request.prompt_cache_retention)
     return {
         "session": session_hints.name_of(tenant, hints.session),

@@ -1,4 +1,4 @@
-"""What clients say of their sessions, by any of its names, in one form; a damaged hint is named."""
+"""The hints of clients about their sessions, by all their names, in one form; a damaged one is named."""
 
 from __future__ import annotations
 
