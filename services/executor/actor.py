@@ -49,14 +49,14 @@ from shared.processes import importing
 from shared.telemetry.counters import (
     Counted,
     ExecutorCounter,
+    MetricPoint,
+    Metrics,
     SchedulerCounter,
     in_load,
     in_status,
     lately,
     points,
 )
-from shared.telemetry.readings import MetricPoint, Metrics
-from shared.vocab import files
 from shared.vocab.files import resolve, served_names
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ class ExecutorActor(Actor):
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_loop(mailbox, on_built))
         self._backend = await built
-        files.forget_header()  # the last reader was the engine
+        from shared.vocab import gguf  # with tokenizers, which the engine has imported meanwhile
+
+        gguf.forget_header()  # the last reader was the engine
         computing = lambda: self._device.since_us > 0  # noqa: E731
         self._arenas = ArenaTransfers(self._backend, mailbox, self._host_id, self._send_hello, computing)
 

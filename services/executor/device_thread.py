@@ -32,10 +32,10 @@ from services.executor.engine import (
     EngineGone,
     Pending,
     StepOutput,
+    cut_why,
     sequence_error,
     without_host_work,
 )
-from services.executor.sampling.logits_processors import cut_why
 from shared.clock import Clock
 from shared.errors import EngineError
 from shared.messages import ROW_REFUSED, SlotClose, SlotOpen, StepPlan, StepResult, floats, ints

@@ -48,8 +48,9 @@ ENGINES = {
     "cpu": "services.executor.cpu.engine:build",
     "cuda": "services.executor.cuda.engine:build",
 }
-TIMINGS = {  # of products on a CPU, which choose the first number of threads
+TUNING = {  # the number of threads on a CPU: a timing of products chooses the first one, steps the others
     "products": "services.executor.cpu.autotune:timing_for",
+    "steps": "services.executor.cpu.autotune:thread_count",
 }
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
@@ -60,6 +61,7 @@ COMPILED = {  # operators in machine code for a CPU, where their kernels fit the
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
+MAX_WHY_BYTES = 160  # 256 of them fit into a result
 NO_DRAFT = -1
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 COMPUTE, COMM = (0, 1), (2, 3)  # of micro-batches A and B, see shared.messages.SEGMENT_LANES
@@ -239,7 +241,52 @@ def engine_of(device: str) -> Callable[..., Any]:
 
 def timing_of(*model: Any, **how: Any) -> Any:
     """The timing of a model's products here, see services.executor.cpu.autotune; None: not timed."""
-    return next((resolve_name(name)(*model, **how) for name in TIMINGS.values()), None)
+    return resolve_name(TUNING["products"])(*model, **how) if "products" in TUNING else None
+
+
+class Threads(Protocol):
+    """Chooses how many threads compute the next step, `now`, by the time of those before."""
+
+    @property
+    def now(self) -> int: ...
+
+    def observe(self, tokens: int, took_us: int) -> None:
+        """Take the time of a step with `now` threads."""
+
+
+def thread_count() -> Threads | None:
+    """What changes the number of threads between steps; None: each step has the first number."""
+    return resolve_name(TUNING["steps"])() if "steps" in TUNING else None
+
+
+class LogitsProcessor(Protocol):
+    """One instance for each sequence and entry of its request. Called once a row, on the executor's host
+    thread. An error ends only its own request."""
+
+    def process(self, generated: Sequence[int], logits: Tensor) -> Tensor:
+        """The logits to sample from: `logits` `[vocab]`, float32, on the CPU, changed in place or not, or
+        another tensor of that shape. At least one must be finite, none may be NaN or +inf; -inf forbids a
+        token. `generated` are the sequence's tokens after its prompt."""
+
+
+# Called with the request's `args` and the prompt's tokens. The class attribute `waits = True`: `process`
+# waits for something outside instead of computing, so rows wait at the same time, on several threads.
+MakeProcessor = Callable[[dict[str, Any], Sequence[int]], LogitsProcessor]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A sampled row. The slot's processors change `logits` `[vocab]` float32 in place. `tokens` is the
+    sequence so far, with its prompt."""
+
+    slot: int
+    tokens: Sequence[int]
+    logits: Tensor
+
+
+def cut_why(why: str) -> str:
+    """`why`, cut to MAX_WHY_BYTES."""
+    return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
 
 
 class EngineGone(HeadraceError):

@@ -34,8 +34,7 @@ from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import UnixListener, bind, http_url, unix_url
-from shared.telemetry.counters import GatewayCounter, in_load, in_status, lately
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import GatewayCounter, Metrics, in_load, in_status, lately
 
 log = logging.getLogger("headrace.gateway")
 

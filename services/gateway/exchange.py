@@ -34,13 +34,11 @@ from starlette.responses import Response
 from shared.api import REQUEST_ID
 from shared.client.client import SlowReader
 from shared.errors import HeadraceError, SetupError
-from shared.openai.call import error_body, error_status
-from shared.openai.whole_answer import total
+from shared.openai.call import error_body, error_status, total
 from shared.replies import to_json
 from shared.telemetry import traces as c
-from shared.telemetry.counters import Counted, GatewayCounter, points
+from shared.telemetry.counters import Counted, GatewayCounter, HistogramPoint, Metrics, points
 from shared.telemetry.counters import Counter as Declared
-from shared.telemetry.readings import HistogramPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
 EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope

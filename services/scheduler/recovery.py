@@ -1,7 +1,8 @@
-"""How requests go on when executors, detokenizers and other schedulers join, leave or die. `core` calls it.
+"""How requests go on when executors, detokenizers, tiers and other schedulers join, leave or die.
 
-State that an executor or a detokenizer held is rebuilt from this scheduler's records. The requests of another
-scheduler that has died arrive from their detokenizers (`on_takeover`).
+`core` calls it. State that an executor or a detokenizer held is rebuilt from this scheduler's records. The
+requests of another scheduler that has died arrive from their detokenizers (`on_takeover`). Copies and lookups
+of a lost tier end at once. A host has one tier in use, others stand by.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 
 from services.scheduler import admission, lifecycle, load_shedding
 from services.scheduler.executors import sleep
-from services.scheduler.kv_tiers import hosts, lookups
+from services.scheduler.kv_tiers import lookups, store
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
@@ -18,6 +19,7 @@ from services.scheduler.state.requests import (
     Sequence,
 )
 from services.scheduler.state.state import Executor, Sleeper, State
+from services.scheduler.state.transfers import JobPhase, Tier
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared import messages
 
@@ -44,7 +46,7 @@ def on_executor_hello(state: State, source: str, message: messages.ExecHello) ->
             state.send(source, messages.ExecWelcome(exec_epoch=epoch))
             return
         state.asleep.pop(message.executor, None)
-        hosts.on_joined(state, state.add_executor(message))
+        connect_tier(state, state.add_executor(message))
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
         lifecycle.on_executors_changed(state)
@@ -92,7 +94,7 @@ def drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fals
     executor = state.pop_executor(executor_id)
     if executor is None:
         return
-    hosts.on_executor_gone(state, executor)
+    _end_copies(state, executor)
     blamed = _blame(state, executor) if died and not executor.draining else []
     state.note_dropped(executor_id, executor.epoch, [request.key for request in blamed])
     for sequence in executor.running:
@@ -336,3 +338,94 @@ def _over(sequence: Sequence) -> str:
     if sequence.generated and sequence.tokens[-1] in sequence.stop_ids:
         return "stop"
     return "length" if len(sequence.tokens) >= sequence.max_length else ""
+
+
+def on_tier_ready(state: State, tier: Tier) -> None:
+    """A kv_offload with an arena is ready. A new generation has lost the content of the old one."""
+    if state.limits.policy.no_tiers:
+        state.tiers.standby[tier.actor] = tier  # another policy may use it: see use_tiers
+        return
+    known = state.tiers.by_host.get(tier.host_id)
+    if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
+        state.tiers.standby[tier.actor] = tier
+        return  # of two on a host the later one is used: the executors map its arena
+    if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
+        known.epoch = tier.epoch
+        return
+    if known is not None:
+        _end_tier(state, known)
+        if known.actor != tier.actor:
+            state.tiers.standby[known.actor] = known
+    state.tiers.standby.pop(tier.actor, None)
+    state.tiers.by_host[tier.host_id] = tier
+    for executor in state.executors.values():
+        if executor.hello.host_id == tier.host_id:
+            connect_tier(state, executor)
+
+
+def on_tier_lost(state: State, actor: str) -> None:
+    """A kv_offload is gone, with its content. Running copies end later. A standby of its host replaces it,
+    even one that seemed older: a clock may have gone back."""
+    state.tiers.standby.pop(actor, None)
+    tier = next((tier for tier in state.tiers.by_host.values() if tier.actor == actor), None)
+    if tier is None:
+        return
+    _end_tier(state, tier)
+    others = [other for other in state.tiers.standby.values() if other.host_id == tier.host_id]
+    if others:
+        on_tier_ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
+
+
+def use_tiers(state: State, use: bool) -> None:
+    """The policy has changed: use the tiers of all hosts, or none of them."""
+    if use:
+        latest_first = sorted(state.tiers.standby.values(), key=lambda tier: (tier.epoch, tier.actor))[::-1]
+        for tier in latest_first:
+            on_tier_ready(state, tier)
+    else:
+        for tier in list(state.tiers.by_host.values()):
+            _end_tier(state, tier)
+            state.tiers.standby[tier.actor] = tier
+
+
+def _end_tier(state: State, tier: Tier) -> None:
+    actor = tier.actor
+    del state.tiers.by_host[tier.host_id]
+    state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
+    for group in state.waiting:
+        results = group.lookup_results
+        group.lookup_results = {target: results[target] for target in results if target[0] != actor}
+    for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
+        if job.phase is not JobPhase.COPYING:
+            store.expire_job(state, job)
+    for executor in state.executors.values():
+        if executor.hello.host_id == tier.host_id:
+            executor.pool.set_tier(False)
+
+
+def connect_tier(state: State, executor: Executor) -> None:
+    """An executor or a tier has joined: connect them if both are there."""
+    hello = executor.hello
+    if hello.bytes_per_block and hello.host_id in state.tiers.by_host:
+        executor.pool.set_tier(True)
+
+
+def _end_copies(state: State, executor: Executor) -> None:
+    """An executor is gone, with its blocks. A copy that it may still make keeps its ranges of the arena until
+    kv_offload frees them: the scheduler cannot see when it ends."""
+    for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
+        lookups.finish(state, job, release=job.up or job.phase is JobPhase.REQUESTED)
+
+
+def on_arena_mapped(state: State, executor_id: str, generation: int) -> None:
+    """Note which arena an executor maps, 0 for none: no copies before it is the tier's."""
+    state.tiers.mapped[executor_id] = generation
+
+
+def on_arena_released(state: State, source: str, message: messages.ArenaReleased) -> None:
+    """An executor has unmapped an arena: its kv_offload can free the ranges that it might have written."""
+    if source != f"executor.{message.executor}":
+        return
+    for tier in state.tiers.by_host.values():
+        if tier.generation == message.arena_generation:
+            state.send(tier.source, message)

@@ -45,8 +45,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
-from shared.telemetry.counters import Counted, TokenizerCounter, in_status, lately, points
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import Counted, Metrics, TokenizerCounter, in_status, lately, points
 from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 

@@ -71,8 +71,9 @@ DELETABLE = {
     "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
 }
 
-LINES = {  # one a command, and that for mistyped ones; one a format, and one a dtype that keeps it
-    "services/executor/quantised/": 6,
+LINES = {  # a first number of threads and the next; one a format, and one a dtype that keeps it; one a
+    # command, and that for mistyped ones
+    "services/executor/cpu/autotune.py": 2, "services/executor/quantised/": 6,
     "services/launcher/commands/chat.py": 2, "services/launcher/commands/completion.py": 2,
     "services/launcher/commands/record.py": 3, "services/launcher/commands/status.py": 3,
     "services/launcher/commands/submit.py": 4,

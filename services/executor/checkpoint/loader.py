@@ -50,11 +50,10 @@ from services.executor.checkpoint.weights import (
     plain_part,
     stage_partition,
 )
-from services.executor.engine import COMPILED, BackendInfo, ReportGrammar, ignore_grammar_news
+from services.executor.engine import COMPILED, BackendInfo, MakeProcessor, ReportGrammar, ignore_grammar_news
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars, build_grammars
-from services.executor.sampling.logits_processors import MakeProcessor
 from services.executor.sampling.sampler import STOP_IDS
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for

@@ -26,8 +26,17 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.engine import Arena, BackendInfo, Pending, StepOutput, YieldDevice, keep_device
-from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines, Wait
+from services.executor.engine import (
+    Arena,
+    BackendInfo,
+    HostRow,
+    MakeProcessor,
+    Pending,
+    StepOutput,
+    YieldDevice,
+    keep_device,
+)
+from services.executor.sampling.logits_processors import ProcessorPipelines, Wait
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for

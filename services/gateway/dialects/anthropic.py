@@ -30,8 +30,7 @@ from services.gateway.exchange import answer as sent
 from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text, valid
 from shared import api
 from shared.errors import BadRequest, HeadraceError
-from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
-from shared.openai.whole_answer import answer
+from shared.openai.call import CONTEXT_LENGTH, Call, answer, error_status, thinking
 from shared.session_hints import A_TIME, SessionFields, bad_hint, seconds_of
 
 _ERRORS = {

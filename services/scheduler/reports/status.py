@@ -34,11 +34,19 @@ from shared.kv_blocks import blocks_for
 from shared.messages import ExecHello
 from shared.step_model import StepShape
 from shared.telemetry import traces as c
-from shared.telemetry.counters import Counted, declared, in_load, in_status, points
+from shared.telemetry.counters import (
+    Counted,
+    HistogramPoint,
+    MetricPoint,
+    Metrics,
+    declared,
+    in_load,
+    in_status,
+    points,
+)
 from shared.telemetry.counters import SchedulerCounter as Count
 from shared.telemetry.counters import SchedulerLinkCounter as Links
 from shared.telemetry.counters import SchedulerTierCounter as TierCount
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import Choice, request_spans, to_body
 
 MAX_STEPS = 2_000  # in one trace, the newest: about 200 kB, below the payload limit of any server
@@ -185,7 +193,7 @@ def _tier_status(state: State, executor: Executor) -> dict[str, object]:
     facts: dict[str, object] = {
         "host": executor.hello.host_id,
         "recompute_block_us": RecomputeCost.of(executor).block_us(0),
-        "reuse_pm": state.prefix_reuse_pm,
+        "reuse_pm": state.reuse.mean_pm,
         "chunk_tokens": executor.chunk_tokens,
     }
     up = (Links.UP_RATE, Links.UP_MOVED, Links.UP_PENDING)

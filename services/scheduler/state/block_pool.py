@@ -63,7 +63,7 @@ class BlockPool:
     key_of: list[bytes | None] = field(init=False)
     block_of: dict[bytes, int] = field(init=False, default_factory=dict)
     valid_tokens: dict[int, int] = field(init=False, default_factory=dict)  # of partial blocks with a key
-    owner_of: list[tuple[int, int]] = field(init=False)  # last released by: sequence, index in its table
+    owner_of: list[tuple[int, int, str]] = field(init=False)  # of its last release: sequence, index, tenant
     clean: set[int] = field(init=False, default_factory=set)  # a tier below holds the content, too
     copies: dict[int, int] = field(init=False, default_factory=dict)  # block -> copies in flight
     lost: dict[bytes, None] = field(init=False, default_factory=dict)  # evicted without a copy, oldest first
@@ -82,7 +82,7 @@ class BlockPool:
         self.free_slots = list(range(self.slots - 1, -1, -1))
         self.refs = [0] * self.blocks
         self.key_of = [None] * self.blocks
-        self.owner_of = [(0, 0)] * self.blocks
+        self.owner_of = [(0, 0, "")] * self.blocks
         self._last_step = [0] * self.blocks
 
     # How many blocks and slots are in which state
@@ -233,12 +233,14 @@ class BlockPool:
 
     # A sequence ends or is preempted, and the steps in flight come back
 
-    def release(self, table: Sequence[int], slots: Sequence[int], last_step: int, seq: int = 0) -> None:
-        """Sequence `seq` gives up its table and slots. `last_step` is the last step that may name them."""
+    def release(
+        self, table: Sequence[int], slots: Sequence[int], last_step: int, seq: int = 0, tenant: str = ""
+    ) -> None:
+        """Sequence `seq` of `tenant` gives up its table and slots; steps up to `last_step` may name them."""
         refs, last_steps = self.refs, self._last_step
         if self.write_back:  # only tiers use the owners
             for at, block in enumerate(table):
-                self.owner_of[block] = (seq, at)
+                self.owner_of[block] = (seq, at, tenant)
         for block in reversed(table):
             refs[block] -= 1
             if last_steps[block] < last_step:

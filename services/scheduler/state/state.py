@@ -21,6 +21,7 @@ from services.scheduler.state.requests import (
     Sequence,
     SloClass,
 )
+from services.scheduler.state.reuse import Reuse
 from services.scheduler.state.transfers import Tiers, TransferLink
 from services.scheduler.state.waiting_queue import Quotas, WaitingQueue
 from shared.messages import AT_DEVICE, ExecHello, Message, Rejected, StepPlan, StepResult
@@ -381,7 +382,7 @@ class State:
     blocked_on: tuple[int, ...] = ()  # what admission saw when group [0] had to wait: see _blocking_state
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
     idle_since_us: int = 0  # since when there is no request; 0: there is one
-    prefix_reuse_pm: int = 500  # share of a prompt that was found in a cache: a moving average, per mille
+    reuse: Reuse = field(default_factory=Reuse)
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor

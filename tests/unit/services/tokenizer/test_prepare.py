@@ -32,7 +32,8 @@ from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
 from shared.messages import MANY_CALLS, Sampling, Tokenized, floats, ints
 from shared.session_hints import name_of
-from shared.vocab.vocabulary import Vocabulary, gguf_parts
+from shared.vocab.gguf import gguf_parts
+from shared.vocab.vocabulary import Vocabulary
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi 12"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
