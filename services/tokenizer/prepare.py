@@ -27,7 +27,7 @@ import msgpack
 from pydantic import ConfigDict, Field, ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
-from shared import api, errors
+from shared import api, errors, session_hints
 from shared.aliases import AdapterFiles
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.checkpoints import body_hash
@@ -403,6 +403,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         most_calls = 0
     return Tokenized(
         **_common(submission, request, model, timeout_us, prompt),
+        **_session(submission.tenant, request, max_tokens, output),
         n=request.n,
         max_tokens=max_tokens,
         stream=request.stream,
@@ -477,6 +478,20 @@ def _common(
     }
 
 
+def _session(tenant: str, request: Request, max_tokens: int, output: AnswerForm | None) -> dict[str, Any]:
+    """The hints of the client about the session. Raises BadRequest."""
+    hints = session_hints.hints_of(request, request.prompt_cache_retention)
+    return {
+        "session": session_hints.name_of(tenant, hints.session),
+        "parent": session_hints.name_of(tenant, hints.parent),
+        "session_final": hints.final,
+        "expects_tokens": min(hints.expects_tokens, max_tokens),
+        "keep_us": hints.keep_us,
+        "has_tools": output is not None and output.given is not None,
+        "prefetch": hints.prefetch,
+    }
+
+
 def _for_vector(
     submission: Submission, request: api.EmbeddingRequest, model: ServedModel, timeout_us: int
 ) -> Tokenized:
@@ -496,10 +511,12 @@ def _for_vector(
 
 
 def _routing_key(tenant: str, request: Request | api.EmbeddingRequest, prompt: list[int]) -> str:
-    """The hash of a tenant and its `prompt_cache_key`, else the start of the prompt. That of a chat ends with
-    the first message of the user: it is the same in every turn, and chats with one long system prompt do not
-    all go to one scheduler."""
-    if request.prompt_cache_key:
+    """The hash of a tenant and the first session of its program, else its `prompt_cache_key`, else the start
+    of the prompt. That of a chat ends with the first message of the user: it is the same in every turn, and
+    chats with one long system prompt do not all go to one scheduler."""
+    if not isinstance(request, api.EmbeddingRequest) and (root := session_hints.hints_of(request).root):
+        start = f"session {root}".encode()
+    elif request.prompt_cache_key:
         start = f"key {request.prompt_cache_key}".encode()
     elif isinstance(request, api.ChatRequest):
         roles = [message.role for message in request.messages]
