@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.detokenizer import response
-from services.detokenizer.backups import Backups
-from services.detokenizer.failover import Failover
+from services.detokenizer.failover import Backups, Failover
 from services.detokenizer.reconnect import Reconnect
 from services.detokenizer.text import ScoreReader, TokenGap
 from shared import messages

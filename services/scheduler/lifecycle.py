@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from services.scheduler import headroom, load_shedding, prefix_cache
-from services.scheduler.headroom import withdraw
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.load_shedding import no_executor
 from services.scheduler.state import requests
@@ -421,7 +420,7 @@ def _close(state: State, sequence: requests.Sequence, final: int, reason: str) -
     if sequence.phase is requests.Phase.RUNNING:
         if (executor := state.executors.get(sequence.executor)) is not None:
             state.sessions.on_closed(state, executor, sequence)
-        withdraw(state, sequence, len(sequence.tokens) - 1)
+        headroom.withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
     state.counters.count_finished(reason)

@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from services.scheduler import headroom, lifecycle, overlap, preemption
-from services.scheduler.headroom import withdraw
 from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import requeue
 from services.scheduler.state.counters import StepRecord
@@ -308,7 +307,7 @@ def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepR
         sequence.record_decision(
             state.now_us, "requeue", "a step of its executor failed", tokens=len(sequence.tokens)
         )
-        withdraw(state, sequence, 0)
+        headroom.withdraw(state, sequence, 0)
         requeue(state, sequence)
     executor.pool.forget_cache()
     store.on_step_failed(state, executor, result.step)
