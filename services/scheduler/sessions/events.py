@@ -268,11 +268,14 @@ class Sessions(SessionEvents):
                 if block is not None and not pool.refs[block]:
                     pool.forget(block)
 
-    def chance_pm(self, state: State, seq: int, tenant: str) -> int:
+    def chance_pm(self, state: State, seq: int, at: int, tenant: str) -> int:
         session = self.table.by_seq.get(seq)
         if session is None or not session.is_proven:
             return state.reuse.chance_pm(tenant)
-        return 1_000 if session.running else self.again_pm(state, session)
+        chance_pm = 1_000 if session.running else self.again_pm(state, session)
+        if at < self.table.own_from(session):  # another session may return, too
+            return max(chance_pm, state.reuse.chance_pm(tenant))
+        return chance_pm
 
     def again_pm(self, state: State, session: Session) -> int:
         """The chance that an idle session returns."""

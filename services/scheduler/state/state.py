@@ -410,8 +410,8 @@ class SessionEvents:
     def on_evicted(self, state: State) -> None:
         """A tier below has evicted blocks."""
 
-    def chance_pm(self, state: State, seq: int, tenant: str) -> int:
-        """The chance that a block is used again which sequence `seq` of `tenant` has released last."""
+    def chance_pm(self, state: State, seq: int, at: int, tenant: str) -> int:
+        """The chance that the block is used again which was entry `at` of the table of sequence `seq`."""
         return state.reuse.chance_pm(tenant)
 
     def wants_ticks(self) -> bool:
