@@ -229,15 +229,20 @@ SessionAsked = TypedDict("SessionAsked", {
 Seconds = Annotated[float, Field(ge=0)]
 SessionState = TypedDict("SessionState", {
     "state": Name, "tokens": Count, "device": Count, "l1": Count, "l2": Count,
-    "will": NotRequired[str], "why": NotRequired[str], "id": NotRequired[str], "session": NotRequired[str],
-    "tenant": NotRequired[str], "tool": NotRequired[str], "idle_s": NotRequired[Seconds],
-    "kept_s": NotRequired[Seconds], "returns_p50_s": NotRequired[Seconds],
-    "returns_p90_s": NotRequired[Seconds], "load_s": NotRequired[Seconds], "compute_s": NotRequired[Seconds],
+    "will": NotRequired[str], "why": NotRequired[str], "scheduler": NotRequired[str],
+    "id": NotRequired[str], "session": NotRequired[str], "tenant": NotRequired[str],
+    "tool": NotRequired[str], "idle_s": NotRequired[Seconds], "kept_s": NotRequired[Seconds],
+    "returns_p50_s": NotRequired[Seconds], "returns_p90_s": NotRequired[Seconds],
+    "load_s": NotRequired[Seconds], "compute_s": NotRequired[Seconds],
 })
+
+# Why a request was refused
+Refused = TypedDict("Refused", {"error": Json})
 
 # The sessions of a scheduler, the least idle first, and what it has learned
 Sessions = TypedDict("Sessions", {
-    "id": Name, "model": NotRequired[str], "data": list[SessionState], "summary": NotRequired[Json],
+    "id": Name, "model": NotRequired[str], "data": list[SessionState], "count": NotRequired[int],
+    "summary": NotRequired[Json],
 })
 
 # Where the time of a request went; `unknown` requests have no more

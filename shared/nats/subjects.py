@@ -131,7 +131,7 @@ resume = Subject("headrace.store.resume.{tenant}.{model}",
 resume_any_tenant = resume.of_any_tenant
 session = Subject("headrace.v1.session.{tenant}.{session}",
     "A verb for a session of a tenant, by the client's id; each scheduler answers, `unknown` where it is not",
-    "SessionAsked -> SessionState")
+    "SessionAsked -> SessionState | Refused")
 sessions = Subject("headrace.v1.sessions.{tenant}", "The sessions of a tenant, from each scheduler",
     "empty -> Sessions")
 trace = Subject("headrace.v1.trace.{request}", "The stages of a request", "text -> Trace")
