@@ -12,16 +12,18 @@ import dataclasses
 from services.scheduler import admission, lifecycle, load_shedding
 from services.scheduler.executors import sleep
 from services.scheduler.kv_tiers import lookups, store
+from services.scheduler.load_shedding import DIGEST_CHARS, serving, shown_kind
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     Request,
     Sequence,
 )
-from services.scheduler.state.state import Executor, Sleeper, State
+from services.scheduler.state.state import Executor, ModelKind, Sleeper, State
 from services.scheduler.state.transfers import JobPhase, Tier
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared import messages
+from shared.messages import ExecHello, Tokenized
 
 MAX_ACQUITTALS = 8  # then a request that silences executors counts as one that kills them
 
@@ -36,11 +38,11 @@ def on_executor_hello(state: State, source: str, message: messages.ExecHello) ->
         if known is not None:
             drop_executor(state, message.executor, "the executor restarted")
         state.dropped.pop(message.executor, None)
-        if why := load_shedding.kind_refusal(state, message):
+        if why := kind_refusal(state, message):
             state.excluded[message.executor] = message
             state.send(source, messages.ExecRefused(exec_epoch=epoch, why=why))
             return
-        load_shedding.on_executor_joined(state, message)
+        on_executor_joined(state, message)
         if message.asleep:
             sleep.on_asleep(state, message)
             state.send(source, messages.ExecWelcome(exec_epoch=epoch))
@@ -83,7 +85,7 @@ def on_executor_back(state: State, executor_id: str, started_us: int) -> None:
 
 def on_executor_leaving(state: State, executor_id: str) -> None:
     """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
-    for waiting in load_shedding.on_executor_left(state, executor_id):
+    for waiting in on_executor_left(state, executor_id):
         on_executor_hello(state, f"executor.{waiting.executor}", waiting)
     lifecycle.on_executors_changed(state)
 
@@ -239,7 +241,7 @@ def on_takeover(state: State, source: str, tokenized: messages.Tokenized, trace:
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    over = bool(tokenized.checkpoints) and load_shedding.has_changed_kind(state, tokenized)
+    over = bool(tokenized.checkpoints) and has_changed_kind(state, tokenized)
     if over:
         tokenized = _from_the_start(tokenized)
     request = _taken_request(state, source, tokenized, trace)
@@ -429,3 +431,72 @@ def on_arena_released(state: State, source: str, message: messages.ArenaReleased
     for tier in state.tiers.by_host.values():
         if tier.generation == message.arena_generation:
             state.send(tier.source, message)
+
+
+def kind_refusal(state: State, hello: ExecHello) -> str:
+    """Why an executor stays out; empty if it may join."""
+    if state.limits.accept_mixed:
+        return ""
+    wanted = state.limits.model_digest
+    if wanted and hello.model_digest != wanted:
+        return (
+            f"its model digest is {shown_kind(hello)}, and {wanted[:DIGEST_CHARS]} is configured "
+            f"(model_digest): {_differences(state, hello, wanted)}; or change the setting"
+        )
+    kind = state.model_kinds.get(hello.model)
+    if kind is None or kind.digest == hello.model_digest or kind.members <= {hello.executor}:
+        return ""
+    return (
+        f"its model digest is {shown_kind(hello)}, and {', '.join(sorted(kind.members))} of {hello.model!r} "
+        f"has {kind.digest[:DIGEST_CHARS] or 'none'}: {_differences(state, hello, kind.digest)}; or start it "
+        "with another --model-name, or the scheduler with --accept-mixed. It takes over when none of "
+        "those is left"
+    )
+
+
+def _differences(state: State, hello: ExecHello, digest: str) -> str:
+    """What differs between an executor and those with a model digest, and how to start it instead."""
+    known = [*(e.hello for e in state.executors.values()), *(e.hello for e in state.asleep.values())]
+    like = (each for each in known if (each.model, each.model_digest) == (hello.model, digest))
+    if (theirs := next(like, hello)).flags == hello.flags and theirs.weights == hello.weights:
+        return "start it with the same weights, dtype, KV format and deterministic mode"
+    found = []
+    if theirs.weights != hello.weights:
+        shown = f"{hello.weights[:DIGEST_CHARS]} and theirs {theirs.weights[:DIGEST_CHARS]}"
+        found.append(f"the digest of its weights is {shown}: start it with the same file")
+    if other := [flag for flag in hello.flags if flag not in theirs.flags]:
+        instead = [flag for flag in theirs.flags if flag not in hello.flags]
+        found.append(f"it runs with {' '.join(other)}: start it with {' '.join(instead)}")
+    return ", and ".join(found)
+
+
+def on_executor_joined(state: State, hello: ExecHello) -> None:
+    """Note that an executor serves. The first of a model decides its kind."""
+    state.excluded.pop(hello.executor, None)
+    kind = state.model_kinds.get(hello.model)
+    if kind is None or kind.members <= {hello.executor}:
+        kind = state.model_kinds[hello.model] = ModelKind(hello.model_digest)
+    if kind.digest == hello.model_digest:
+        kind.members.add(hello.executor)
+
+
+def on_executor_left(state: State, executor_id: str) -> list[ExecHello]:
+    """Note that an executor is gone or drains. Returns the excluded executors that may join now: all of the
+    kind that has waited longest."""
+    state.excluded.pop(executor_id, None)
+    next_ones: list[ExecHello] = []
+    for model, kind in list(state.model_kinds.items()):
+        kind.members.discard(executor_id)
+        if kind.members:
+            continue
+        del state.model_kinds[model]
+        outside = [hello for hello in state.excluded.values() if hello.model == model]
+        may = [hello for hello in outside if not kind_refusal(state, hello)]
+        next_ones += [hello for hello in may if hello.model_digest == may[0].model_digest]
+    return next_ones
+
+
+def has_changed_kind(state: State, tokenized: Tokenized) -> bool:
+    """Whether executors serve the model, and none of the kind that generated the tokens of a request."""
+    digests = {e.hello.model_digest for e in serving(state, tokenized.model)}
+    return bool(digests) and tokenized.model_digest not in digests

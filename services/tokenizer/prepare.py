@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -28,6 +28,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from shared import api, errors, session_hints
+from shared.aliases import AdapterFiles
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
@@ -208,6 +209,7 @@ class Submission:
     classes: tuple[str, ...] = CLASSES  # service classes that the tenant may use
     grammars: bool = True  # an executor of this model can follow one
     alias: str = ""  # as in a subject: the request was sent to it
+    adapted: bool = False  # and it is an adapter of this model
     run: int = 0  # see Tokenized
 
     @property
@@ -281,6 +283,8 @@ class ServedModel:
     answer_format: Format | None = HERMES  # of chats; None: the text is the answer
     aliases: tuple[str, ...] = ()  # further names
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    # the files of an adapter of this model by its name, for a tenant; it raises UnknownModel
+    adapter_of: Callable[[str, str], AdapterFiles | None] = lambda name, tenant: None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -372,7 +376,9 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields if "input" in fields else {**model.defaults.fields, **fields})
     asked, alias = request.model, submission.alias
-    if asked not in (None, *model.names) and not (alias and asked and subjects.token(asked) == alias):
+    adapter = _adapter(submission, request, model).get("adapter_name")
+    is_alias = bool(alias and asked and subjects.token(asked) == alias)
+    if asked not in ((None, adapter) if adapter else (None, *model.names)) and not is_alias:
         raise errors.BadRequest(
             f"the body asks for model {asked!r:.80}, its subject for {model.name!r}: send that one, or none",
             param="model",
@@ -422,6 +428,22 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     )
 
 
+def _adapter(
+    submission: Submission, request: Request | api.EmbeddingRequest, model: ServedModel
+) -> dict[str, str]:
+    """The fields of the adapter to which a request was sent, or whose name its body has; none without one.
+    Raises UnknownModel for one that was removed, and Unavailable for one that this tokenizer lacks."""
+    name = subjects.untoken(submission.alias) if submission.adapted and submission.alias else request.model
+    files = None if name is None else model.adapter_of(name, submission.tenant)
+    if files is None:
+        if submission.adapted:
+            raise errors.Unavailable(
+                f"the adapter {name!r:.80} is being added: try again", retry_after_ms=1_000
+            )
+        return {}
+    return {"adapter": files.digest, "adapter_name": name or "", "adapter_path": files.path}
+
+
 def _prediction(request: Request, vocabulary: Vocabulary) -> Ints:
     """The tokens that the answer is likely to repeat, at most MOST_PREDICTED of them."""
     if request.prediction is None:
@@ -452,6 +474,7 @@ def _common(
         "parent_span": submission.parent_span,
         "routing_key": _routing_key(submission.tenant, request, prompt),
         "run": submission.run,
+        **_adapter(submission, request, model),
     }
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from services.scheduler import load_shedding
+from services.scheduler import load_shedding, recovery
 from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
@@ -145,7 +145,7 @@ def status(state: State) -> dict[str, object]:
 
 def _excluded(state: State, hello: ExecHello) -> dict[str, object]:
     """An executor of a kind that does not serve."""
-    why = load_shedding.kind_refusal(state, hello)
+    why = recovery.kind_refusal(state, hello)
     return {"model": hello.model, "dtype": hello.dtype, "model_digest": hello.model_digest, "why": why}
 
 
@@ -178,7 +178,14 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "steps": executor.steps_done,
         Count.STEP_P50.status: step_p50_us(state, executor) / 1000,
         "in_flight": len(executor.in_flight),
+        **_adapters(executor),
     }
+
+
+def _adapters(executor: Executor) -> dict[str, object]:
+    """The adapters of an executor that has places for some."""
+    part = load_shedding.adapting() if executor.hello.adapter_places else None
+    return {} if part is None else {"adapters": part.shown(executor)}
 
 
 def step_p50_us(state: State, executor: Executor) -> int:
