@@ -24,7 +24,7 @@ from shared import bodies
 from shared.client.client import error_of
 from shared.errors import BadRequest, UnknownSession
 from shared.nats import subjects
-from shared.session_hints import AN_ID, bad_hint, is_id
+from shared.session_hints import AN_ID, MAX_KEEP_S, bad_hint, is_id
 
 MOST_BYTES = 65_536  # of a body, which names a session and a time
 _YES_OR_NO = {"true": True, "false": False}
@@ -102,7 +102,7 @@ def build() -> doc.Part:
     state = schemas["SessionState"]
     state["properties"] = {name: each for name, each in state["properties"].items() if name not in private}
     row = {**state, "properties": {**state["properties"], "tenant": doc.TEXT}}
-    ttl = {"type": "number", "exclusiveMinimum": 0, "maximum": bodies.MAX_KEEP_S}
+    ttl = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_KEEP_S}
     session_id = {**doc.TEXT, "minLength": 1, "maxLength": 256}
     schemas |= {
         "Sessions": doc.object_of(object=doc.one_of("list"), data=doc.list_of(row)),

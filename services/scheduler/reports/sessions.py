@@ -33,6 +33,8 @@ Ask = Callable[[SessionVerb], SessionAnswer]
 async def attach(mailbox: Mailbox, model: str, state: State, ask: Ask) -> None:
     """Answer verbs and lists from now on. `ask` gives a verb to the core."""
 
+    about = {"id": mailbox.actor, "fleet": mailbox.fleet, "model": model}
+
     def on_verb(asked: Delivery) -> None:
         if access.can_answer(mailbox.bus, asked):
             mailbox.bus.publish(asked.reply, to_json(verb_answer(asked, mailbox.actor, ask)))
@@ -41,9 +43,7 @@ async def attach(mailbox: Mailbox, model: str, state: State, ask: Ask) -> None:
         if access.can_answer(mailbox.bus, asked):
             tenant = tenant_of(asked.subject)
             body = {} if tenant is None else listed(state, tenant)
-            mailbox.bus.publish(
-                asked.reply, to_json({"id": mailbox.actor, "model": model, "data": [], **body})
-            )
+            mailbox.bus.publish(asked.reply, to_json({**about, "data": [], **body}))
 
     await mailbox.bus.subscribe(subjects.SESSION_ALL, mailbox.guarded(on_verb))
     await mailbox.bus.subscribe(subjects.SESSIONS_ANY_TENANT, mailbox.guarded(on_list))
