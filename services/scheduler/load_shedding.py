@@ -12,7 +12,7 @@ The kind is `ExecHello.model_digest`: weights, dtype, KV format and deterministi
 has died or drains. With `accept_mixed` all kinds serve.
 
 A request stays with the kind that has generated its tokens: other weights would not continue the text that
-its client has read. If that kind is gone it fails with a typed error; a request with checkpoints, which has
+its client has read. If that kind is gone it fails with a typed error; a request with savepoints, which has
 one plain answer, starts over when it is taken over. A request without tokens starts anywhere.
 """
 

@@ -241,7 +241,7 @@ def on_takeover(state: State, source: str, tokenized: messages.Tokenized, trace:
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    over = bool(tokenized.checkpoints) and has_changed_kind(state, tokenized)
+    over = bool(tokenized.savepoints) and has_changed_kind(state, tokenized)
     if over:
         tokenized = _from_the_start(tokenized)
     request = _taken_request(state, source, tokenized, trace)
