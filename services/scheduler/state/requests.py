@@ -575,7 +575,7 @@ class StreamLost:
 
 
 @dataclass(frozen=True, slots=True)
-class TierReady:
+class OffloadReady:
     """A kv_offload is ready, or is a new incarnation of itself; its arena serves executors of its host."""
 
     actor: str
@@ -586,7 +586,7 @@ class TierReady:
 
 
 @dataclass(frozen=True, slots=True)
-class TierLost:
+class OffloadLost:
     """A kv_offload missed its heartbeats or stopped."""
 
     actor: str
@@ -635,8 +635,8 @@ Event = (
     | PeerDraining
     | PeerLost
     | StreamLost
-    | TierReady
-    | TierLost
+    | OffloadReady
+    | OffloadLost
     | Ticked
     | DrainRequested
     | DrainTimedOut
