@@ -1,6 +1,6 @@
 """How requests go on when executors, detokenizers, kv_offloads and other schedulers join, leave or die.
 
-`core` calls it. State that an executor or a detokenizer held is rebuilt from this scheduler's records. The
+`core` calls it. State that an executor or a detokenizer held is rebuilt from what this scheduler has. The
 requests of another scheduler that has died arrive from their detokenizers (`on_takeover`). Copies and lookups
 of a lost kv_offload end at once. A host has one in use, others stand by.
 """

@@ -23,7 +23,7 @@ from services.scheduler.state.requests import (
 from services.scheduler.state.reuse import Reused
 from services.scheduler.state.state import Executor, Limits
 from shared.messages import KvFound, KvLookup, StepResult, ints
-from shared.telemetry.traces import Choice, RequestRecord, request_spans
+from shared.telemetry.traces import Choice, RequestFacts, request_spans
 
 PROMPT = list(range(3, 24))  # 21 tokens: five blocks of four, and one
 PLACE = ("k1", "f")
@@ -266,7 +266,7 @@ def test_a_restore_lasts_from_the_question_to_the_copy_in_the_trace() -> None:
     world.run()
     closed = world.readers_of("second")[0].closed
     assert closed is not None
-    facts = RequestRecord(
+    facts = RequestFacts(
         request="second", tenant="t", model="m", format="chat", inbox="i", received_wall_us=0,
         detokenizer="d", choices=(Choice(index=0, tokens=2, reason="length", close=closed),),
     )  # fmt: skip
