@@ -277,6 +277,7 @@ class ExchangeCounters:
         self.slow_readers = 0
         self.chunks = 0
         self.open: Counter[str] = Counter()  # requests for an answer, by tenant
+        self._hints: Counter[tuple[str, str]] = Counter()  # by header of a session, and what became of it
         self._took: dict[tuple[str, int], Durations] = {}
         self._first: dict[str, Durations] = {}
 
@@ -288,6 +289,10 @@ class ExchangeCounters:
         """A request of a tenant to a model."""
         exchange.counted = True
         self.open[exchange.tenant] += 1
+
+    def note_hints(self, fates: Mapping[str, str]) -> None:
+        """What became of the headers of a request that name its session."""
+        self._hints.update(fates.items())
 
     def end(self, exchange: Exchange) -> None:
         """A request was answered, or its client has gone."""
@@ -327,7 +332,8 @@ class ExchangeCounters:
             durations.histogram(GatewayCounter.FIRST_CHUNK, route)
             for route, durations in sorted(self._first.items())
         ]
-        return [*points(self.counted), *took, *first]
+        hints = [GatewayCounter.HINTS.point(count, *key) for key, count in sorted(self._hints.items())]
+        return [*points(self.counted), *took, *first, *hints]
 
 
 log = logging.getLogger("headrace.gateway")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler import admission, lifecycle, recovery, results, step_planner
+from services.scheduler import admission, lifecycle, load_shedding, recovery, results, step_planner
 from services.scheduler.executors import moves, roles, sleep
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state import policies, requests
@@ -35,6 +35,8 @@ def decide(state: State) -> None:
     moves.advance(state)
     for executor in sleep.wake_and_drain(state):
         recovery.put_to_sleep(state, executor)
+    if state.waiting.parked and (part := load_shedding.adapting()) is not None:
+        part.review(state)
     admission.admit(state)
     tiered: list[Executor] = []
     if state.tiers.by_host:
@@ -172,6 +174,8 @@ class Scheduler:
                 recovery.on_executor_hello(state, source, message)
             case messages.ArenaReleased():
                 recovery.on_arena_released(state, source, message)
+            case messages.AdapterLoaded() if (part := load_shedding.adapting()) is not None:
+                part.on_loaded(state, source, message)
             case messages.KvFound():
                 lookups.on_found(state, source, message)
             case messages.KvReserved():

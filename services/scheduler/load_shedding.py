@@ -19,6 +19,9 @@ one plain answer, starts over when it is taken over. A request without tokens st
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
 
 from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state import requests
@@ -40,6 +43,15 @@ CHUNK_TOKENS = 256  # the chunk by which the speed of prefill is judged
 MIN_STEPS_SEEN = 64  # steps of an executor before its cost model is a reason to refuse
 
 Refusal = tuple[int, str, int]  # code, message, retry after ms
+ADAPTERS = {  # which adapters executors have
+    "lora": "services.scheduler.adapters:Adapters",
+}
+
+
+@cache
+def adapting() -> Any:
+    """The decisions about adapters; None: there are none."""
+    return next((resolve_name(name) for name in ADAPTERS.values()), None)
 
 
 def refuse(state: State, tokenized: Tokenized) -> Rejected | None:
@@ -135,7 +147,7 @@ def no_executor(tokenized: Tokenized) -> Refusal:
 def unfit(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
     """Why none of the executors, of which there is one, can ever serve a request; None if one can."""
     executors = _unlike(state, tokenized.model)
-    if unknown := _unknown(executors, tokenized):
+    if unknown := _unknown(executors, tokenized) or _without_place(executors, tokenized):
         return 400, unknown, 0
     if prompt + tokenized.max_tokens > _most_tokens(executors, tokenized.n, prompt):
         return 400, _too_large(executors, tokenized, prompt), 0
@@ -158,6 +170,14 @@ def _unknown(executors: list[Executor], tokenized: Tokenized) -> str:
             "the engine: ask for fewer"
         )
     return ""
+
+
+def _without_place(executors: list[Executor], tokenized: Tokenized) -> str:
+    if not tokenized.adapter:
+        return ""
+    part = adapting()
+    none = "`model`: the scheduler has no adapters"
+    return none if part is None else str(part.refusal(executors, tokenized))
 
 
 def _over_quota(state: State, tenant: str) -> Refusal | None:
@@ -237,7 +257,7 @@ def _unlike(state: State, model: str) -> list[Executor]:
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
     """The greatest length, in tokens, of each of `n` choices of a prompt on one of the executors; 0 if none
-    has the slots. Choices share the full blocks of their prompt, as in preemption.can_fit."""
+    has the slots. Choices share the full blocks of their prompt, as in headroom.can_fit."""
     most = 0
     for hello in (e.hello for e in executors if n <= e.hello.slots):
         blocks = (hello.blocks + (n - 1) * (prompt // hello.block_tokens)) // n

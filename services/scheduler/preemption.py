@@ -179,7 +179,7 @@ def _preempt_until_fits(
     blocks, slots = shortfall(state, executor, *groups)
     if len(candidates) < max(slots, 1):
         return False
-    if blocks > 0 and _blocks_freed(executor, candidates, cached_blocks(executor, *groups)) < blocks:
+    if blocks > 0 and not _has_enough(executor, candidates, cached_blocks(executor, *groups), blocks):
         return False
     victims = in_order(state, executor, candidates)
     if cede:
@@ -215,13 +215,21 @@ def _price(executor: Executor, s: Sequence, costs: RecomputeCost) -> int:
     return price_us * 1000 // max(pool.held_only_by([s.table]) + s.reserved, 1)
 
 
-def _blocks_freed(executor: Executor, running: list[Sequence], taken: Container[int]) -> int:
-    """Blocks that would be free and unreserved without these sequences, and are not `taken` again. A block of
-    a shared prefix counts once, and only if no other sequence holds it."""
-    gone = {s.seq for s in running}
-    reserved = [s.reserved for s in executor.running if (s.parent or s).seq in gone]
-    tables = ([block for block in s.table if block not in taken] for s in running)
-    return sum(reserved) + executor.pool.held_only_by(tables)
+def _has_enough(executor: Executor, running: list[Sequence], taken: Container[int], blocks: int) -> bool:
+    """Whether so many blocks would be free and unreserved without these sequences, and are not `taken` again.
+    A block of a shared prefix counts once, and only if no other sequence holds it. Looks at no more tables
+    than it takes to know."""
+    gone, refs = {s.seq for s in running}, executor.pool.refs
+    blocks -= sum([s.reserved for s in executor.running if (s.parent or s).seq in gone])
+    if sum([len(s.table) for s in running]) < blocks:
+        return False
+    holds = Counter[int]()
+    for s in running:
+        if blocks <= 0:
+            break
+        holds.update(s.table)
+        blocks -= sum([refs[block] == holds[block] and block not in taken for block in s.table])
+    return blocks <= 0
 
 
 def _has_had_turn(state: State, s: Sequence) -> bool:

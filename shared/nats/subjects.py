@@ -141,6 +141,10 @@ set_alias = Subject("headrace.v1.alias.{name}",
     'The operator sets what an alias stands for; the body is `{"model": weight, ...}`', "Targets -> Change")
 alias = Subject("headrace.store.alias.{name}",
     "The last change of an alias: for all that resolve it, and in stream HR_ALIASES", "Alias")
+adapter = Subject("headrace.v1.adapter.{name}",
+    "The operator adds an adapter under a name, or removes it", "AdapterSet -> Change")
+adapter_check = Subject("headrace.store.adapter.{model}",
+    "An executor reads the folder of an adapter, and says what it is", "AdapterNamed -> AdapterFacts")
 sleep = Subject("headrace.v1.sleep.{scheduler}",
     'Executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`', "text -> SleepStates")
 load = Subject("headrace.v1.load.{model}",
@@ -206,6 +210,7 @@ RUNS_ALL = runs.every
 HOOK_ALL = f"{STORE}.hook.>"
 ALIAS_ALL = f"{STORE}.alias.*"
 SET_ALIAS_ALL = f"{PUBLIC}.alias.*"
+ADAPTER_ALL = adapter.every
 _TRACE_TENANT = "tenant "
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from shared.codec import Envelope, kind_of
 from shared.messages import (
     Accepted,
+    AdapterLoad,
+    AdapterLoaded,
     ArenaReleased,
     Cancel,
     Chunk,
@@ -132,6 +134,9 @@ REQUESTS: tuple[Message, ...] = (
         keep_us=300_000_000,
         has_tools=True,
         prefetch=True,
+        adapter="ee99",
+        adapter_name="sql",
+        adapter_path="/srv/adapters/sql",
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -290,6 +295,7 @@ STEPS: tuple[Message, ...] = (
         flags=("--dtype bf16", "--deterministic"),
         max_drafts=7,
         max_draft_rows=64,
+        adapter_places=8,
     ),
     ExecRefused(exec_epoch=1_700_000_000_000_008, why="other weights serve"),
     ExecWelcome(exec_epoch=1_700_000_000_000_000),
@@ -317,7 +323,10 @@ STEPS: tuple[Message, ...] = (
         min_tokens=5,
         pooling=-1,
         prediction=ints([7, 8, 9]),
+        adapter=3,
     ),
+    AdapterLoad(place=3, digest="ee99", path="/srv/adapters/sql"),
+    AdapterLoaded(place=3, digest="ee99", error="it is gone", bytes=71_000_000, took_us=1_400),
     SlotClose(slot=5, generation=9, last_step=41),
     GrammarReady(slot=5, generation=9, compile_us=12_000),
     GrammarFailed(slot=5, generation=9, message="unbalanced"),

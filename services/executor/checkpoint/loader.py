@@ -94,6 +94,8 @@ class TorchOptions:
     overlap_comm: str = "auto"  # several ranks: off, two_stream; auto: measures the split threshold at start
     deterministic: bool = False  # a row's bits depend on neither its batch nor the chunks of its prompt
     max_drafts: int = 0  # of a row; 0: no step has drafts. Several GPUs have none
+    lora_places: int = 0  # adapters of a step; 0: none
+    lora_rank: int = 64  # most of an adapter
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by name
     report_grammar: ReportGrammar = ignore_grammar_news
 

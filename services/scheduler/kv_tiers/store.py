@@ -8,6 +8,7 @@ planner call `copy_dirty`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from services.scheduler import headroom, preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups
@@ -33,7 +34,7 @@ EAGER_BYTES = 8 << 20  # of an eager copy: on a CPU it takes a core from the ste
 JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: the next copy does not wait long
 JOB_BLOCKS = 128
 MAX_JOBS = 2  # at once: one is copied while the next is requested
-MAX_JUDGED = 256  # dirty blocks at one time; or twice as many as are needed
+MAX_JUDGED = 256  # blocks at one time, beside those that are dropped or copied
 JUDGED_TOGETHER = 16  # blocks of a sequence with one verdict
 EAGER_US = 20_000  # between two calls of the policy while no free blocks are needed
 EAGER_SHARE = 20  # eager copies take at most 1 / 20 of the time
@@ -117,7 +118,7 @@ def _pressed(state: State, executor: Executor) -> int:
 
 def _give_up(executor: Executor, pressed: int) -> bool:
     """Drop blocks, since there is no tier. True if there were any."""
-    blocks = executor.pool.to_copy(max(pressed, 0))
+    blocks = list(islice(executor.pool.dirty, max(pressed, 0)))
     for block in blocks:
         executor.pool.give_up(block)
     return bool(blocks)
@@ -376,6 +377,9 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
     against the time to compute it again (by the tokens before it) times the chance that it is used again.
     The chance is 1 for preempted sequences, and for ended ones the share of their tenant's prompts that
     caches had.
+
+    A call looks at MAX_JUDGED blocks that stay dirty, and the next call goes on after them: while the link is
+    busy, a large cache of blocks that wait for it costs no more than a small one.
     """
     pool = executor.pool
     conditions = _Conditions(
@@ -384,12 +388,14 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         preempted_us=_expected_us(executor),
         recompute=RecomputeCost.of(executor),
     )
-    judge, chosen, dealt = state.limits.policy.function("tier"), list[int](), 0
+    judge, chosen, dealt, kept = state.limits.policy.function("tier"), list[int](), 0, 0
     verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # (sequence, group of its blocks) -> verdict
-    stable = MAX_JUDGED if room and pressed > 0 else 0
-    for block in pool.to_copy(max(MAX_JUDGED, 2 * pressed), stable):
-        if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
-            break  # enough
+    dirty = pool.judge(room)
+    stable = islice(pool.stable, MAX_JUDGED if room and pressed > 0 else 0)
+    while dealt < pressed or (pressed <= 0 and len(chosen) < room):
+        block = next(dirty if kept < MAX_JUDGED else stable, None)
+        if block is None and (block := next(stable, None)) is None:
+            break
         seq, at, tenant = pool.owner_of[block]
         group = seq, at // JUDGED_TOGETHER
         if group not in verdicts:
@@ -403,6 +409,8 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         elif what == "copy" and len(chosen) < room:
             chosen.append(block)
             dealt += 1
+        else:
+            kept += 1
     return chosen
 
 

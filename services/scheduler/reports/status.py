@@ -178,7 +178,14 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "steps": executor.steps_done,
         Count.STEP_P50.status: step_p50_us(state, executor) / 1000,
         "in_flight": len(executor.in_flight),
+        **_adapters(executor),
     }
+
+
+def _adapters(executor: Executor) -> dict[str, object]:
+    """The adapters of an executor that has places for some."""
+    part = load_shedding.adapting() if executor.hello.adapter_places else None
+    return {} if part is None else {"adapters": part.shown(executor)}
 
 
 def step_p50_us(state: State, executor: Executor) -> int:
