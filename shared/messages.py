@@ -201,7 +201,7 @@ class Tokenized:
     answer_format: str = (
         ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
     )
-    checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
+    savepoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
     most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
@@ -273,7 +273,7 @@ class Claims:
     """tokenizer -> the others of its model, a few times a second: requests that the sender has taken, and
     requests that are done and need no takeover. Each is a 64-bit key (tokenizer/standby.py).
 
-    detokenizer -> the others of its model: requests that it has answered (detokenizer/backups.py)."""
+    detokenizer -> the others of its model: requests that it has answered (detokenizer/failover.py)."""
 
     taken: Longs = field(default_factory=longs)
     ids: tuple[str, ...] = ()  # of `taken`: the ids drawn for requests without a `request_id`

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from services.scheduler import headroom, lifecycle, overlap, preemption
 from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import requeue
-from services.scheduler.state.counters import StepRecord
+from services.scheduler.state.counters import LoggedStep
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, Ints, StepResult, Tokens, ints
@@ -246,7 +246,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
     for _, note in flight.chunks:
         note.done_us = state.now_us
     plan = flight.plan
-    record = StepRecord(
+    entry = LoggedStep(
         executor=executor.hello.executor,
         step=flight.step,
         planned_us=flight.planned_us,
@@ -269,7 +269,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         accepted=sum(result.counts) - len(result.counts),
     )
     chunked = [sequence.request for sequence, _ in flight.chunks]
-    state.step_log.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))
+    state.step_log.add(entry, executor.epoch, chunked, (s.request for s, _ in flight.rows))
 
 
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:

@@ -243,10 +243,10 @@ def _check_tiers(tiers: Tiers) -> None:
     used = {tier.actor: tier for tier in tiers.by_host.values()}
     assert all(tier.host_id == host for host, tier in tiers.by_host.items()), "a tier serves another host"
     assert not used.keys() & tiers.standby.keys(), "a tier is in use and stands by"
-    assert all(lookup.tier in used for lookup in tiers.lookups.values()), "a lookup outlived its tier"
+    assert all(lookup.offload in used for lookup in tiers.lookups.values()), "a lookup outlived its tier"
     assert not tiers.lookups.keys() & tiers.jobs.keys(), "a lookup and a job have one number"
     for number, job in tiers.jobs.items():
         assert (job.number, len(job.blocks)) == (number, len(job.keys)), "a block of a job has no key"
-        assert job.phase is JobPhase.COPYING or job.tier in used, "a job waits for a tier that is gone"
+        assert job.phase is JobPhase.COPYING or job.offload in used, "a job waits for a tier that is gone"
         assert len(job.valid) == (len(job.blocks) if job.up else 0)
         assert bool(job.seq) == job.up
