@@ -145,6 +145,8 @@ class Settings(BaseSettings):
     slots: int = Field(0, ge=0, le=1024, description="sequences that run at once; 0: 64, 256 on cuda and sim")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the usable cores, fewer if faster")
+    lora_places: int = Field(0, ge=0, le=256, description="adapters that a step may have; 0: no adapters")
+    lora_rank: int = Field(64, ge=1, le=512, description="highest rank of an adapter")
     deterministic: bool = Field(False, description="answers do not depend on the batch, bit for bit; slower")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device

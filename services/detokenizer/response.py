@@ -642,7 +642,7 @@ Command = Publish | SendTo | Fault | Finished
 
 
 def detached(key: RequestKey, request: ResponseText, *, moved: bool = False) -> SendTo:
-    """The message to a scheduler for a request without a reader here. An adopted request (backups.py) has no
+    """The message to a scheduler for a request without a reader here. An adopted request (failover.py) has no
     sequence numbers: it is cancelled by name, since a Detached without any reports lost messages."""
     scheduler, tenant, name = key
     if seqs := request.seqs:

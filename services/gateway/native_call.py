@@ -52,8 +52,7 @@ from shared.errors import (
 from shared.nats import subjects
 from shared.nats.interface import Bus, BusFault, Delivery, NoResponders
 from shared.openai.call import Body, Call
-from shared.telemetry.counters import ProcessCounter, cells
-from shared.telemetry.readings import Metrics, unpack
+from shared.telemetry.counters import Metrics, ProcessCounter, cells, unpack
 
 log = logging.getLogger("headrace.gateway")
 

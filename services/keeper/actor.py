@@ -44,8 +44,7 @@ from shared.nats.interface import Delivery, Subscription
 from shared.nats.jetstream import JetStream, Made, Taken, Unwritten, deliveries
 from shared.processes import Rarely
 from shared.replies import error_reply
-from shared.telemetry.counters import Counted, KeeperCounter, in_status, lately, points
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import Counted, KeeperCounter, Metrics, in_status, lately, points
 
 log = logging.getLogger("headrace.keeper")
 

@@ -33,9 +33,8 @@ from shared.messages import Cancel, ExecReset, Message, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
-from shared.telemetry.counters import lately
+from shared.telemetry.counters import Metrics, lately
 from shared.telemetry.export import Tracer
-from shared.telemetry.readings import Metrics
 from shared.vocab.files import served_names
 
 log = logging.getLogger("headrace.scheduler")

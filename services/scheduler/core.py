@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler import admission, lifecycle, recovery, results, step_planner
+from services.scheduler import admission, lifecycle, load_shedding, recovery, results, step_planner
 from services.scheduler.executors import moves, roles, sleep
-from services.scheduler.kv_tiers import hosts, load, lookups, store
+from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
 from services.scheduler.state.state import Executor, Limits, State
@@ -35,6 +35,8 @@ def decide(state: State) -> None:
     moves.advance(state)
     for executor in sleep.wake_and_drain(state):
         recovery.put_to_sleep(state, executor)
+    if state.waiting.parked and (part := load_shedding.adapting()) is not None:
+        part.review(state)
     admission.admit(state)
     tiered: list[Executor] = []
     if state.tiers.by_host:
@@ -120,7 +122,7 @@ class Scheduler:
                 recovery.on_detokenizer_lost(state, actor)
             case requests.PeerReady("executor", actor, epoch, generation):
                 if generation >= 0:
-                    hosts.on_arena_mapped(state, actor, generation)
+                    recovery.on_arena_mapped(state, actor, generation)
                 recovery.on_executor_back(state, actor, epoch)
             case requests.PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
@@ -130,16 +132,16 @@ class Scheduler:
                 state.tiers.mapped.pop(actor, None)
             case requests.TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
-                hosts.on_ready(state, tier)
+                recovery.on_tier_ready(state, tier)
             case requests.TierLost(actor):
-                hosts.on_lost(state, actor)
+                recovery.on_tier_lost(state, actor)
             case requests.StreamLost(source) if source.startswith("executor."):
                 recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case requests.StreamLost(source):
                 recovery.on_messages_lost(state, source)  # a Detached without sequences may be among the lost
             case requests.Ticked():
                 lifecycle.expire(state)
-                hosts.expire(state)
+                store.expire(state)
             case requests.DrainRequested():
                 state.draining = True
             case requests.DrainTimedOut():
@@ -171,7 +173,9 @@ class Scheduler:
             case messages.ExecHello():
                 recovery.on_executor_hello(state, source, message)
             case messages.ArenaReleased():
-                hosts.on_arena_released(state, source, message)
+                recovery.on_arena_released(state, source, message)
+            case messages.AdapterLoaded() if (part := load_shedding.adapting()) is not None:
+                part.on_loaded(state, source, message)
             case messages.KvFound():
                 lookups.on_found(state, source, message)
             case messages.KvReserved():
@@ -181,9 +185,9 @@ class Scheduler:
             case messages.KvReady():
                 load.on_ready(state, source, message)
             case messages.KvCopied():
-                hosts.on_copied(state, source, message)
+                store.on_copied(state, source, message)
             case messages.KvGone():
-                hosts.on_evicted(state, source, message)
+                store.on_evicted(state, source, message)
 
 
 def _on_step_result(state: State, source: str, result: messages.StepResult) -> None:
@@ -207,7 +211,7 @@ def change_policy(state: State, text: str) -> None:
     state.waiting.set_policy(policy)
     state.blocked_on = ()
     if policy.no_tiers != before.no_tiers:
-        hosts.use_tiers(state, not policy.no_tiers)
+        recovery.use_tiers(state, not policy.no_tiers)
 
 
 def asked_policy(text: str, now: Policy, at_start: Policy) -> Policy:

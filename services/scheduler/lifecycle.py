@@ -15,10 +15,9 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import accumulate
 
-from services.scheduler import load_shedding, preemption, prefix_cache
+from services.scheduler import headroom, load_shedding, prefix_cache
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.load_shedding import no_executor
-from services.scheduler.preemption import withdraw
 from services.scheduler.state import requests
 from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import SequenceGroup
@@ -296,7 +295,7 @@ TOMBSTONE_US = 60_000_000
 def finish(state: State, sequence: requests.Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
     if not sequence.vector:
-        preemption.observe_output(state, final)
+        headroom.observe_output(state, final)
     first_us, last_us = sequence.first_token_us, sequence.last_token_us
     state.counters.add_ended(
         state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated
@@ -416,7 +415,7 @@ def _close(state: State, sequence: requests.Sequence, final: int, reason: str) -
     state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
     state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
     if sequence.phase is requests.Phase.RUNNING:
-        withdraw(state, sequence, len(sequence.tokens) - 1)
+        headroom.withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
     state.counters.count_finished(reason)

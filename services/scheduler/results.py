@@ -10,9 +10,9 @@ from collections.abc import Sequence as SequenceOf
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from services.scheduler import lifecycle, overlap, preemption
-from services.scheduler.kv_tiers import hosts
-from services.scheduler.preemption import requeue, withdraw
+from services.scheduler import headroom, lifecycle, overlap, preemption
+from services.scheduler.kv_tiers import store
+from services.scheduler.preemption import requeue
 from services.scheduler.state.counters import StepRecord
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
@@ -275,7 +275,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
     """Update the cost model. `took_us` is the device's time. The loop is the time from plan to result without
     it and without the wait for earlier steps."""
-    preemption.lower_headroom(executor)
+    headroom.lower_headroom(executor)
     took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
     executor.pace.note(flight.step, len(flight.rows), took_us, state.now_us, busy=bool(executor.running))
     if result.error or lived_us <= 0:
@@ -307,7 +307,7 @@ def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepR
         sequence.record_decision(
             state.now_us, "requeue", "a step of its executor failed", tokens=len(sequence.tokens)
         )
-        withdraw(state, sequence, 0)
+        headroom.withdraw(state, sequence, 0)
         requeue(state, sequence)
     executor.pool.forget_cache()
-    hosts.on_step_failed(state, executor, result.step)
+    store.on_step_failed(state, executor, result.step)

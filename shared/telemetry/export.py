@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from shared.telemetry import otel
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import Metrics
 from shared.telemetry.traces import SpanRecord
 
 EXPORTERS = {  # by their protocols

@@ -45,8 +45,8 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, T
 from opentelemetry.trace.status import Status, StatusCode
 
 from shared.telemetry import traces
+from shared.telemetry.counters import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.otel import ENDPOINTS, GRPC, METRICS, TRACES, endpoint, log
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
 SWITCH_S = 0.000_5  # the thread that encodes spans delays the event loop at most this long, instead of 5 ms

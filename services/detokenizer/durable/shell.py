@@ -21,8 +21,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.processes import Rarely
 from shared.replies import end_headers, error_reply
-from shared.telemetry.counters import DetokenizerCounter, points
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import DetokenizerCounter, Metrics, points
 
 log = logging.getLogger("headrace.detokenizer")
 

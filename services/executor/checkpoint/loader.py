@@ -51,11 +51,10 @@ from services.executor.checkpoint.weights import (
     plain_part,
     stage_partition,
 )
-from services.executor.engine import COMPILED, BackendInfo, ReportGrammar, ignore_grammar_news
+from services.executor.engine import COMPILED, BackendInfo, MakeProcessor, ReportGrammar, ignore_grammar_news
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars, build_grammars
-from services.executor.sampling.logits_processors import MakeProcessor
 from services.executor.sampling.sampler import STOP_IDS
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
@@ -99,6 +98,8 @@ class TorchOptions:
     overlap_comm: str = "auto"  # several ranks: off, two_stream; auto: measures the split threshold at start
     deterministic: bool = False  # a row's bits depend on neither its batch nor the chunks of its prompt
     max_drafts: int = 0  # of a row; 0: no step has drafts. Several GPUs have none
+    lora_places: int = 0  # adapters of a step; 0: none
+    lora_rank: int = 64  # most of an adapter
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by name
     report_grammar: ReportGrammar = ignore_grammar_news
 

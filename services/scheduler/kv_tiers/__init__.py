@@ -2,8 +2,8 @@
 
 lookups.py  which tier has the blocks of a waiting group; the start and end of all jobs
 load.py     load blocks, if that is faster than computing them
-store.py    which blocks to copy down before they are given out, and the copies
-hosts.py    tiers join and leave
+store.py    which blocks to copy down before they are given out, and the end of all copies
 
-The state is in ../state/transfers.py, the time to compute a block again in ../preemption.py.
+Tiers join and leave in ../recovery.py. The state is in ../state/transfers.py, the time to compute a block
+again in ../preemption.py.
 """

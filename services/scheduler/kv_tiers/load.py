@@ -87,8 +87,9 @@ def _available(
     """Keys of the blocks that a tier holds after those of the table, and the tokens in each."""
     first, full = len(sequence.table), (len(sequence.tokens) - 1) // executor.hello.block_tokens
     count = len(list(takewhile(bool, result.found[first:])))
-    if first >= len(result.found) == lookups.MAX_KEYS and result.found[-1]:
-        count = lookups.MAX_KEYS  # a lookup has no room for more keys: the load will show how many are there
+    if result.goes_on and first + count >= len(result.found):
+        count = lookups.MAX_KEYS  # the load will show how many are there
+    count = min(count, lookups.MAX_KEYS)  # in one message; _load_next_part follows
     tail = sequence.tail
     keys = sequence.keys[first : min(first + count, full)]
     valid = [executor.hello.block_tokens] * len(keys)
@@ -103,7 +104,7 @@ def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> Non
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return
-    result = transfers.LookupResult(state.now_us, (1,) * lookups.MAX_KEYS, state.now_us)
+    result = transfers.LookupResult(state.now_us, at_us=state.now_us, goes_on=True)
     keys, valid = _available(executor, sequence, result)
     if keys and sequence.reserved >= len(keys):
         load_us = _load_us(executor, tier, len(keys), 0, state.now_us)
@@ -211,7 +212,7 @@ def _usable(job: transfers.Job, message: KvReady) -> int:
     return count
 
 
-def on_copied(state: State, job: transfers.Job, executor: Executor, message: KvCopied) -> None:
+def end_copy(state: State, job: transfers.Job, executor: Executor, message: KvCopied) -> None:
     """A load has ended. If it took longer than the lease, it may have read other bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:

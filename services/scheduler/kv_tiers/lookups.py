@@ -1,7 +1,8 @@
 """Looks up the blocks of waiting groups in the tiers, and starts and ends jobs for load.py and store.py.
 
 A group is looked up at its arrival, so that the remote tier can start to fetch missing blocks. It is looked
-up again at its turn if the result is old and the device does not hold all blocks.
+up again at its turn if the result is old and the device does not hold all blocks. A message has room for
+MAX_KEYS keys: where the last of them is there, the keys after them are looked up next.
 
 A job is a copy of blocks up (load.py) or down (store.py). `start_job` starts it, and `finish` ends it, with
 or without success.
@@ -57,7 +58,9 @@ def must_wait(state: State, group: SequenceGroup) -> bool:
         result = group.lookup_results.get(_target(executor, tier))
         ask = result is None or _is_old(state, executor, tier, group, STALE_US)
         silent = (
-            result is not None and result.at_us < 0 and not _has_waited(state, executor, head, result.sent_us)
+            result is not None
+            and (result.at_us < 0 or result.goes_on)
+            and not _has_waited(state, executor, head, result.sent_us)
         )
         if not (ask or silent) or _is_covered(executor, group):
             continue
@@ -99,9 +102,27 @@ def on_found(state: State, source: str, message: KvFound) -> None:
     tier.on_answered()
     group = state.waiting.groups.get(lookup.group)
     result = group.lookup_results.get(lookup.target) if group is not None else None
-    if result is not None and result.job == message.job:
-        result.found, result.at_us = tuple(message.tiers), state.now_us
-        result.fetched.update(at for at, where in enumerate(message.tiers) if where == transfers.REMOTE)
+    if group is not None and result is not None and result.job == message.job:
+        result.found, result.at_us = (*result.found[: lookup.first], *message.tiers), state.now_us
+        remote = (at for at, where in enumerate(message.tiers, lookup.first) if where == transfers.REMOTE)
+        result.fetched.update(remote)
+        _go_on(state, group, lookup, result)
+
+
+def _go_on(
+    state: State, group: SequenceGroup, lookup: transfers.Lookup, result: transfers.LookupResult
+) -> None:
+    """Look up the keys after those that were answered, if the last of these is somewhere."""
+    result.goes_on = False
+    known = len(result.found)
+    place = next((place for place in _targets(state, group) if _target(*place) == lookup.target), None)
+    if place is None or not known or known % MAX_KEYS:
+        return
+    executor, tier = place
+    keys = wanted_keys(executor, group.sequences[0])
+    if known < len(keys) and (result.found[-1] or keys[known - 1] in executor.pool.block_of):
+        result.goes_on = True
+        _ask(state, executor, tier, group, result, keys[known : known + MAX_KEYS])
 
 
 def expire(state: State) -> None:
@@ -151,22 +172,33 @@ def _target(executor: Executor, tier: transfers.Tier) -> transfers.LookupTarget:
 def _send_lookup(
     state: State, executor: Executor, tier: transfers.Tier, group: SequenceGroup
 ) -> transfers.LookupResult | None:
-    head = group.sequences[0]
-    keys = wanted_keys(executor, head)
+    keys, target = wanted_keys(executor, group.sequences[0]), _target(executor, tier)
     if not keys:
         return None
-    number, target = state.tiers.number(), _target(executor, tier)
     before = group.lookup_results.get(target)
     fetched = before.fetched if before is not None else set[int]()
-    result = group.lookup_results[target] = transfers.LookupResult(
-        state.now_us, stores=tier.stores, job=number, fetched=fetched
-    )
-    state.tiers.lookups[number] = transfers.Lookup(group.number, target, state.now_us)
-    fingerprint = executor.hello.fingerprint
-    # Every key, not up to the first miss: blocks that the device still shares were never copied down.
-    message = KvLookup(job=number, keys=b"".join(keys), prefix=False, fingerprint=fingerprint, promote=True)
-    state.send(tier.source, message, group.request.trace)
+    result = transfers.LookupResult(state.now_us, stores=tier.stores, fetched=fetched)
+    group.lookup_results[target] = result
+    _ask(state, executor, tier, group, result, keys[:MAX_KEYS])
     return result
+
+
+def _ask(
+    state: State,
+    executor: Executor,
+    tier: transfers.Tier,
+    group: SequenceGroup,
+    result: transfers.LookupResult,
+    keys: list[bytes],
+) -> None:
+    """Send a lookup of the group's keys after those in `result`."""
+    result.job, fingerprint = state.tiers.number(), executor.hello.fingerprint
+    lookup = transfers.Lookup(group.number, _target(executor, tier), state.now_us, len(result.found))
+    state.tiers.lookups[result.job] = lookup
+    # Every key, not up to the first miss: blocks that the device still shares were never copied down.
+    joined = b"".join(keys)
+    message = KvLookup(job=result.job, keys=joined, prefix=False, fingerprint=fingerprint, promote=True)
+    state.send(tier.source, message, group.request.trace)
 
 
 def wanted_keys(executor: Executor, sequence: Sequence) -> list[bytes]:
@@ -174,10 +206,16 @@ def wanted_keys(executor: Executor, sequence: Sequence) -> list[bytes]:
     The last token is always computed, since the next one is sampled from it."""
     prefix_cache.extend_keys(executor, sequence)
     full = (len(sequence.tokens) - 1) // executor.hello.block_tokens
-    keys = sequence.keys[: min(full, MAX_KEYS)]
+    keys = sequence.keys[:full]
     if sequence.tail.key and sequence.tail.at == len(keys) and sequence.tail.root == sequence.keyed[0]:
         keys.append(sequence.tail.key)
     return keys
+
+
+def known_after(result: transfers.LookupResult, held: int, full: int) -> int:
+    """How many of the `full` blocks of a prompt a tier has after the first `held`."""
+    coming = full - max(len(result.found), held) if result.goes_on else 0
+    return sum(where > 0 for where in result.found[held:]) + max(coming, 0)
 
 
 def _is_covered(executor: Executor, group: SequenceGroup) -> bool:

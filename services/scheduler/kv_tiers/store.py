@@ -8,23 +8,33 @@ planner call `copy_dirty`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
-from services.scheduler import preemption, prefix_cache
-from services.scheduler.kv_tiers import lookups
-from services.scheduler.preemption import RecomputeCost, headroom_blocks
+from services.scheduler import headroom, preemption, prefix_cache
+from services.scheduler.kv_tiers import load, lookups
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
 from services.scheduler.state.requests import Phase as SequencePhase
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, TRY_BLOCKS, Job, JobPhase, Tier
+from services.scheduler.state.transfers import (
+    ANSWER_US,
+    LONG_COPY_US,
+    MISSES,
+    TRY_BLOCKS,
+    Job,
+    JobPhase,
+    Tier,
+)
 from shared import messages
+from shared.kv_blocks import KEY_BYTES
 
 LEASE_US = 10_000_000
 EAGER_BYTES = 8 << 20  # of an eager copy: on a CPU it takes a core from the steps for 2 ms
 JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: the next copy does not wait long
 JOB_BLOCKS = 128
 MAX_JOBS = 2  # at once: one is copied while the next is requested
-MAX_JUDGED = 256  # dirty blocks at one time; or twice as many as are needed
+MAX_JUDGED = 256  # blocks at one time, beside those that are dropped or copied
 JUDGED_TOGETHER = 16  # blocks of a sequence with one verdict
 EAGER_US = 20_000  # between two calls of the policy while no free blocks are needed
 EAGER_SHARE = 20  # eager copies take at most 1 / 20 of the time
@@ -32,7 +42,7 @@ IDLE_US = 200_000  # without a request before eager copies: the next turn of a c
 BUSY_US = 1_000  # as EAGER_US, if free blocks are needed but MAX_JOBS run
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
 LEFT_TOKENS = 32  # of a sequence that moves: they are computed again in a part of one step
-PREEMPTING_PM = 600  # headroom (../preemption.py) that only recent preemptions cause
+PREEMPTING_PM = 600  # headroom (../headroom.py) that only recent preemptions cause
 
 
 def copy_dirty(state: State, executor: Executor) -> bool:
@@ -72,7 +82,7 @@ def copy_dirty(state: State, executor: Executor) -> bool:
 
 def needs_ticks(state: State) -> bool:
     """True while there is no request and eager copies are possible: the actor then sends ticks."""
-    idle = not state.requests and not state.draining and state.prefix_reuse_pm >= EAGER_COPY_PM
+    idle = not state.requests and not state.draining and state.reuse.most_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
 
@@ -98,8 +108,8 @@ def _pressed(state: State, executor: Executor) -> int:
         wanted += executor.awaited_blocks
     group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
     if group is not None and group.request.tokenized.model == executor.hello.model:
-        wanted += sum(preemption.reservations(state, executor, group))
-        wanted += headroom_blocks(state, executor, group.sequences)
+        wanted += sum(headroom.reservations(state, executor, group))
+        wanted += headroom.headroom_blocks(state, executor, group.sequences)
         if group.resumes:  # its cached blocks are used again
             hits = prefix_cache.lookup(executor, group.sequences[0])
             wanted -= len(hits) - pool.free_taken_by(hits)
@@ -108,7 +118,7 @@ def _pressed(state: State, executor: Executor) -> int:
 
 def _give_up(executor: Executor, pressed: int) -> bool:
     """Drop blocks, since there is no tier. True if there were any."""
-    blocks = executor.pool.to_copy(max(pressed, 0))
+    blocks = list(islice(executor.pool.dirty, max(pressed, 0)))
     for block in blocks:
         executor.pool.give_up(block)
     return bool(blocks)
@@ -258,7 +268,21 @@ def on_reserved(state: State, source: str, message: messages.KvReserved) -> None
     state.send(executor.source, copy)
 
 
-def on_copied(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
+def on_copied(state: State, source: str, message: messages.KvCopied) -> None:
+    """A copy has ended. `no_arena` and `stale_arena`: the executor has not mapped the arena yet."""
+    job = state.tiers.jobs.get(message.job)
+    if job is None or job.phase is not JobPhase.COPYING or source != f"executor.{job.executor}":
+        return
+    executor = lookups.executor_of(state, job)
+    if executor is None:
+        return
+    if message.status in ("no_arena", "stale_arena"):
+        for _ in range(MISSES):
+            lookups.on_missed(state, job.tier)
+    (load.end_copy if job.up else _end_copy)(state, job, executor, message)
+
+
+def _end_copy(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
     """The copy has ended. Its bytes are valid if it succeeded within the lease, and all steps that wrote its
     blocks have succeeded."""
     tier = lookups.tier_of(state, job)
@@ -288,7 +312,21 @@ def on_stored(state: State, source: str, message: messages.KvStored) -> None:
         _end(state, job, held, release=False)
 
 
-def expire(state: State, job: Job) -> None:
+def expire(state: State) -> None:
+    """End lookups and jobs without an answer in time."""
+    lookups.expire(state)
+    for job in [job for job in state.tiers.jobs.values() if job.due_us <= state.now_us]:
+        if job.phase is not JobPhase.COPYING:
+            lookups.on_missed(state, job.tier)
+            expire_job(state, job)
+
+
+def expire_job(state: State, job: Job) -> None:
+    """End a job without an answer in time, or without a tier."""
+    (load.expire if job.up else _expire)(state, job)
+
+
+def _expire(state: State, job: Job) -> None:
     """The tier has not answered in time."""
     _end(state, job, [])
 
@@ -321,7 +359,6 @@ class _Conditions:
     pressed: int  # needed blocks beyond the free ones
     copy_us: int  # for a block, with its share of half the wait; 0: copy to measure the link
     preempted_us: int  # likewise for preempted sequences, which wait for the copy: never 0 to measure
-    chance_pm: int
     recompute: RecomputeCost
 
 
@@ -330,26 +367,31 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
 
     The policy of kind `tier` judges groups of blocks: the time of a copy (measured rate, with half the queue)
     against the time to compute it again (by the tokens before it) times the chance that it is used again.
-    The chance is 1 for preempted sequences, and for ended ones the share of prompts found in caches.
+    The chance is 1 for preempted sequences, and for ended ones the share of their tenant's prompts that
+    caches had.
+
+    A call looks at MAX_JUDGED blocks that stay dirty, and the next call goes on after them: while the link is
+    busy, a large cache of blocks that wait for it costs no more than a small one.
     """
     pool = executor.pool
     conditions = _Conditions(
         pressed=pressed,
         copy_us=_copy_us(state, executor),
         preempted_us=_expected_us(executor),
-        chance_pm=state.prefix_reuse_pm,
         recompute=RecomputeCost.of(executor),
     )
-    judge, chosen, dealt = state.limits.policy.function("tier"), list[int](), 0
+    judge, chosen, dealt, kept = state.limits.policy.function("tier"), list[int](), 0, 0
     verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # (sequence, group of its blocks) -> verdict
-    stable = MAX_JUDGED if room and pressed > 0 else 0
-    for block in pool.to_copy(max(MAX_JUDGED, 2 * pressed), stable):
-        if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
-            break  # enough
-        seq, at = pool.owner_of[block]
+    dirty = pool.judge(room)
+    stable = islice(pool.stable, MAX_JUDGED if room and pressed > 0 else 0)
+    while dealt < pressed or (pressed <= 0 and len(chosen) < room):
+        block = next(dirty if kept < MAX_JUDGED else stable, None)
+        if block is None and (block := next(stable, None)) is None:
+            break
+        seq, at, tenant = pool.owner_of[block]
         group = seq, at // JUDGED_TOGETHER
         if group not in verdicts:
-            view = _view(state, executor, conditions, group)
+            view = _view(state, executor, conditions, group, state.reuse.chance_pm(tenant))
             verdicts[group] = judge(view), view.preempted
         what, preempted = verdicts[group]
         if what == "drop" and pool.give_up(block):
@@ -359,6 +401,8 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         elif what == "copy" and len(chosen) < room:
             chosen.append(block)
             dealt += 1
+        else:
+            kept += 1
     return chosen
 
 
@@ -380,13 +424,15 @@ def _expected_us(executor: Executor) -> int:
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * most_blocks(executor))
 
 
-def _view(state: State, executor: Executor, conditions: _Conditions, group: tuple[int, int]) -> OffloadView:
+def _view(
+    state: State, executor: Executor, conditions: _Conditions, group: tuple[int, int], chance_pm: int
+) -> OffloadView:
     preempted = is_preempted(state, group[0])
     return OffloadView(
         preempted=preempted,
         pressed=conditions.pressed > 0,
         idle=not executor.down.pending_jobs,
-        chance_pm=1000 if preempted else conditions.chance_pm,
+        chance_pm=1000 if preempted else chance_pm,
         copy_us=conditions.preempted_us if preempted else conditions.copy_us,
         recompute_us=conditions.recompute.block_us(group[1] * JUDGED_TOGETHER),
     )
@@ -400,3 +446,31 @@ def is_preempted(state: State, seq: int) -> bool:
     """Whether the sequence waits, and will use its computed blocks."""
     sequence = state.sequences.get(seq)
     return sequence is not None and sequence.phase is SequencePhase.WAITING
+
+
+def on_step_failed(state: State, executor: Executor, step: int) -> None:
+    """Void the stores of blocks that a failed step may have written."""
+    for job in state.tiers.jobs.values():
+        if job.executor == executor.hello.executor and not job.up and job.after_step >= step:
+            job.void = True
+
+
+def on_evicted(state: State, source: str, message: messages.KvGone) -> None:
+    """No tier holds these keys any more. Blocks of preempted sequences become dirty again."""
+    tier = state.tiers.named(source)
+    if tier is None:
+        return
+    keys = [message.keys[at : at + KEY_BYTES] for at in range(0, len(message.keys), KEY_BYTES)]
+    for executor in state.executors.values():
+        if executor.hello.host_id == tier.host_id:
+            pool = executor.pool
+            mine = [key for key in keys if _is_preempted(state, executor, key)]
+            pool.mark_lost_below(mine, pool.unreserved_blocks)
+            pool.mark_lost_below(keys, 0)
+
+
+def _is_preempted(state: State, executor: Executor, key: bytes) -> bool:
+    """Whether the block with this key belongs to a preempted sequence. Other evicted blocks are too cold for
+    the tier: a second copy would evict warmer ones, again and again."""
+    block = executor.pool.block_of.get(key)
+    return block is not None and is_preempted(state, executor.pool.owner_of[block][0])

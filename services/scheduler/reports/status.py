@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from services.scheduler import load_shedding
+from services.scheduler import load_shedding, recovery
 from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
@@ -34,11 +34,19 @@ from shared.kv_blocks import blocks_for
 from shared.messages import ExecHello
 from shared.step_model import StepShape
 from shared.telemetry import traces as c
-from shared.telemetry.counters import Counted, declared, in_load, in_status, points
+from shared.telemetry.counters import (
+    Counted,
+    HistogramPoint,
+    MetricPoint,
+    Metrics,
+    declared,
+    in_load,
+    in_status,
+    points,
+)
 from shared.telemetry.counters import SchedulerCounter as Count
 from shared.telemetry.counters import SchedulerLinkCounter as Links
 from shared.telemetry.counters import SchedulerTierCounter as TierCount
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import Choice, request_spans, to_body
 
 MAX_STEPS = 2_000  # in one trace, the newest: about 200 kB, below the payload limit of any server
@@ -137,7 +145,7 @@ def status(state: State) -> dict[str, object]:
 
 def _excluded(state: State, hello: ExecHello) -> dict[str, object]:
     """An executor of a kind that does not serve."""
-    why = load_shedding.kind_refusal(state, hello)
+    why = recovery.kind_refusal(state, hello)
     return {"model": hello.model, "dtype": hello.dtype, "model_digest": hello.model_digest, "why": why}
 
 
@@ -170,7 +178,14 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "steps": executor.steps_done,
         Count.STEP_P50.status: step_p50_us(state, executor) / 1000,
         "in_flight": len(executor.in_flight),
+        **_adapters(executor),
     }
+
+
+def _adapters(executor: Executor) -> dict[str, object]:
+    """The adapters of an executor that has places for some."""
+    part = load_shedding.adapting() if executor.hello.adapter_places else None
+    return {} if part is None else {"adapters": part.shown(executor)}
 
 
 def step_p50_us(state: State, executor: Executor) -> int:
@@ -185,7 +200,7 @@ def _tier_status(state: State, executor: Executor) -> dict[str, object]:
     facts: dict[str, object] = {
         "host": executor.hello.host_id,
         "recompute_block_us": RecomputeCost.of(executor).block_us(0),
-        "reuse_pm": state.prefix_reuse_pm,
+        "reuse_pm": state.reuse.mean_pm,
         "chunk_tokens": executor.chunk_tokens,
     }
     up = (Links.UP_RATE, Links.UP_MOVED, Links.UP_PENDING)

@@ -100,6 +100,7 @@ class Counters:
     accepted_tokens: int = 0
     preemptions: int = 0
     moves: int = 0
+    adapter_loads: int = 0
     role_changes: int = 0
     predicted_us: int = 0
     loads: int = 0

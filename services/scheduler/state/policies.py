@@ -297,8 +297,7 @@ def tiered(view: OffloadView) -> str:
     known = view.recompute_us > 0
     worth_copying = view.recompute_us * view.chance_pm > 1000 * view.copy_us
     if view.pressed:
-        likely = view.chance_pm >= EAGER_COPY_PM
-        return "copy" if (worth_copying and likely) or (view.preempted and not known) else "drop"
+        return "copy" if worth_copying or (view.preempted and not known) else "drop"
     eager = view.idle and not view.preempted and view.chance_pm >= EAGER_COPY_PM
     return "copy" if eager and (worth_copying or not known) else "keep"
 

@@ -21,6 +21,7 @@ from services.scheduler.state.requests import (
     Sequence,
     SloClass,
 )
+from services.scheduler.state.reuse import Reuse
 from services.scheduler.state.transfers import Tiers, TransferLink
 from services.scheduler.state.waiting_queue import Quotas, WaitingQueue
 from shared.messages import AT_DEVICE, ExecHello, Message, Rejected, StepPlan, StepResult
@@ -31,7 +32,9 @@ GRAMMARS = 32  # noted for each executor; half of those that an engine keeps
 MAX_MOVED = 100_000  # sequences of lost detokenizers
 
 # what decides which requests an executor can ever serve
-CAPACITY = attrgetter("vocab", "max_stop_ids", "slots", "blocks", "block_tokens", "max_context")
+CAPACITY = attrgetter(
+    "vocab", "max_stop_ids", "slots", "blocks", "block_tokens", "max_context", "adapter_places"
+)
 
 AUTO = -1  # of `Limits.speculate`
 PREFILL, DECODE = "prefill", "decode"  # roles of executors
@@ -196,6 +199,18 @@ class StorePace:
 
 
 @dataclass(slots=True, eq=False)
+class PlacedAdapter:
+    """An adapter in a place of an executor, or on its way there: see ../adapters.py."""
+
+    digest: str
+    name: str
+    used_us: int  # when a sequence last began with it
+    loaded: bool = False
+    bytes: int = 0
+    took_us: int = 0  # its load
+
+
+@dataclass(slots=True, eq=False)
 class Executor:
     """One incarnation of one executor: its pool and its window."""
 
@@ -240,6 +255,7 @@ class Executor:
     down: TransferLink = field(default_factory=TransferLink)
     drafting: DraftPace = field(default_factory=DraftPace)
     awaited_blocks: int = 0  # kept free until a sequence starts here: one found no room, see ../admission.py
+    adapters: dict[int, PlacedAdapter] = field(default_factory=dict)  # by place
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see is_worth_waiting
     source: str = field(init=False)
 
@@ -381,7 +397,7 @@ class State:
     blocked_on: tuple[int, ...] = ()  # what admission saw when group [0] had to wait: see _blocking_state
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
     idle_since_us: int = 0  # since when there is no request; 0: there is one
-    prefix_reuse_pm: int = 500  # share of a prompt that was found in a cache: a moving average, per mille
+    reuse: Reuse = field(default_factory=Reuse)
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor

@@ -100,6 +100,7 @@ class Lookup:
     group: int
     target: LookupTarget
     sent_us: int
+    first: int = 0  # index of its first key: a long prompt takes several, one after the other
 
     @property
     def tier(self) -> str:
@@ -111,10 +112,11 @@ class LookupResult:
     """The last lookup of a waiting group's keys in one tier."""
 
     sent_us: int
-    found: tuple[int, ...] = ()  # the tier of each key; 0: in none
-    at_us: int = -1  # when it was answered; -1: not yet
+    found: tuple[int, ...] = ()  # the tier of each key that was answered; 0: in none
+    at_us: int = -1  # when it was last answered; -1: not yet
     stores: int = 0  # `Tier.stores` when the lookup was sent
-    job: int = 0  # the lookup's number: an answer to an earlier lookup is ignored
+    job: int = 0  # the last lookup's number: an answer to an earlier lookup is ignored
+    goes_on: bool = False  # later keys are being looked up, since the answered ones are there
     fetched: set[int] = field(default_factory=set)  # indexes of keys that came from L2 for this group
 
 

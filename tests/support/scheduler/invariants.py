@@ -125,7 +125,10 @@ def _check_executor(executor: Executor) -> None:
         assert s.opened_after <= executor.step
         assert s.generation <= executor.generation
         assert s.parent is None or (s.parent in running and s.parent.is_prefilling), "its parent has gone"
-        root, keys = root_key(executor.hello.fingerprint, s.tenant), list[bytes]()
+        root, keys = (
+            root_key(executor.hello.fingerprint, s.tenant, s.request.tokenized.adapter),
+            list[bytes](),
+        )
         extend(keys, root, s.tokens, size, s.registered * size)
         keyed = zip(s.table, keys, strict=False)
         assert all(pool.key_of[block] in (key, None) for block, key in keyed), "a block has another key"
@@ -137,6 +140,11 @@ def _check_executor(executor: Executor) -> None:
     assert executor.running_by_class == _by_class(running)
     assert executor.running_by_tenant == Counter(s.tenant for s in running)
     assert len(executor.grammars) <= GRAMMARS
+    places = {placed.digest for placed in executor.adapters.values() if placed.loaded}
+    assert len({placed.digest for placed in executor.adapters.values()}) == len(executor.adapters)
+    assert all(1 <= place <= executor.hello.adapter_places for place in executor.adapters)
+    wanted = {s.request.tokenized.adapter for s in running} - {""}
+    assert wanted <= places, "a sequence runs without its adapter in a place"
     recount, kept = RowSums(executor.row_changes), executor.sums
     for s in running:
         recount.count(s, 1, size)

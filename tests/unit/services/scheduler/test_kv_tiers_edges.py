@@ -204,7 +204,7 @@ def test_no_block_is_given_up_for_a_slow_link_while_its_first_copy_measures_the_
     world.ask("first", PROMPT, 2)
     world.run()
     (tier,) = state.tiers.by_host.values()
-    (block,) = executor.pool.to_copy(1)
+    block = next(executor.pool.dirty)
     job = lookups.start_job(state, executor, tier, [block], [bytes(32)])
     lookups.count_queued(executor, job, 1 << 20)
     assert store._copy_us(state, executor) == 0

@@ -20,6 +20,7 @@ from services.scheduler.state.requests import (
     TierLost,
     TierReady,
 )
+from services.scheduler.state.reuse import Reused
 from services.scheduler.state.state import Executor, Limits
 from shared.messages import KvFound, KvLookup, StepResult, ints
 from shared.telemetry.traces import Choice, RequestRecord, request_spans
@@ -151,7 +152,7 @@ def test_a_late_answer_to_an_earlier_wait_is_not_taken_for_the_present_one() -> 
 
 def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
     world = fresh(blocks=6)
-    world.scheduler.state.prefix_reuse_pm = 0  # only needed blocks are copied
+    world.scheduler.state.reuse.tenants["public"] = Reused(1, 0)  # only needed blocks are copied
     world.ask("first", [5] * 6, 3)
     world.run()
     assert only(world).pool.dirty_blocks == 2
@@ -389,7 +390,7 @@ def test_link_is_not_tried_at_the_cost_of_a_paused_sequence() -> None:
         assert world.deliver_tier()
     (sequence,) = executor.running
     costs = RecomputeCost.of(executor)
-    look = store._Conditions(pressed=1, copy_us=0, preempted_us=700, chance_pm=1_000, recompute=costs)
-    assert store._view(state, executor, look, (sequence.seq, 0)).copy_us == 0
+    look = store._Conditions(pressed=1, copy_us=0, preempted_us=700, recompute=costs)
+    assert store._view(state, executor, look, (sequence.seq, 0), 1_000).copy_us == 0
     paused(world)
-    assert store._view(state, executor, look, (sequence.seq, 0)).copy_us == 700
+    assert store._view(state, executor, look, (sequence.seq, 0), 1_000).copy_us == 700

@@ -12,9 +12,9 @@ import pytest
 from support.otlp_receiver import Receiver
 
 from shared.telemetry import otel_sdk, traces
+from shared.telemetry.counters import MetricPoint
 from shared.telemetry.export import Tracer, tracer_from_env
 from shared.telemetry.otel import is_on
-from shared.telemetry.readings import MetricPoint
 from shared.telemetry.traces import SpanEvent, SpanRecord
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -89,19 +89,21 @@ def test_a_slot_opened_twice_before_a_step_has_the_words_of_the_second_opening(s
 
 def test_history_of_a_slot_is_copied_once_with_its_prediction_at_the_end() -> None:
     slots, made = CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"), 100, drafts=True), maker()
-    slots.open(opened(2, [1, 2, 3], prompt_tokens=2, prediction=ints([7, 8])))
-    slots.open(opened(1, [4], max_length=CONTEXT - 2, prediction=ints([5, 6, 7, 8])))
+    foreseen = [*range(10, 10 + CONTEXT), 5, 6, 7, 8]
+    slots.open(opened(2, [1, 2, 3], prompt_tokens=2, max_length=CONTEXT, prediction=ints([7, 8])))
+    slots.open(opened(1, [4], max_length=CONTEXT - 2, prediction=ints(foreseen)))
     made.tables = {1: [], 2: []}
     settle(slots, made, [Row(1, 0, 1), Row(2, 0, 3)])
     drafts = slots.state.drafts
     assert drafts is not None
     assert drafts.places[:4].tolist() == [0, 0, 2, 0]
     assert drafts.prompts[:4].tolist() == [0, 1, 2, 0]
-    assert drafts.predicted[:4].tolist() == [0, 3, 1, 0]  # after the longest answer there is room for so many
+    # After the longest answer there is room for so many, also where the answer may fill the context.
+    assert drafts.predicted[:4].tolist() == [0, CONTEXT + 3, 2, 0]
     assert not drafts.history.any()
     slots.copy_histories(ints([2, 1]))
-    assert drafts.history[2].tolist() == [1, 2, 3, *[0] * (CONTEXT - 3), 7]
-    assert drafts.history[1].tolist() == [4, *[0] * (CONTEXT - 3), 5, 6, 7]
+    assert drafts.history[2].tolist() == [1, 2, 3, *[0] * (2 * CONTEXT - 4), 7, 8]
+    assert drafts.history[1].tolist() == [4, *[0] * (CONTEXT - 3), *foreseen[: CONTEXT + 3]]
     drafts.history[2, 3] = 9  # chosen by a kernel
     slots.copy_histories(ints([2, 1]))
     assert drafts.history[2, :4].tolist() == [1, 2, 3, 9]

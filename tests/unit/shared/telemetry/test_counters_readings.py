@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.telemetry.readings import SAMPLE_US, WINDOW_US, Recent
+from shared.telemetry.counters import SAMPLE_US, WINDOW_US, Recent
 
 
 def test_change_is_empty_before_the_first_sample() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.cpu.engine import LATEST, ThreadCount, _ladder
+from services.executor.cpu.autotune import LATEST, ThreadCount, _ladder
 
 Machine = Callable[[int, int], float]  # threads, tokens -> us of a step
 

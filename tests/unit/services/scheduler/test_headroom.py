@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler.world import World
 
-from services.scheduler import preemption
+from services.scheduler import headroom
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.state import Limits
 
@@ -49,8 +49,8 @@ def some_rows(draw: st.DrawFn) -> list[Row]:
 
 @given(some_rows())
 def test_headroom_is_enough_and_at_most_a_block_a_row_too_much(rows: list[Row]) -> None:
-    ends = [preemption._End(r.most - r.length, r.blocks * BLOCK - r.length, r.blocks * BLOCK) for r in rows]
-    kept = preemption._peak_blocks(ends, BLOCK, 0)
+    ends = [headroom._End(r.most - r.length, r.blocks * BLOCK - r.length, r.blocks * BLOCK) for r in rows]
+    kept = headroom._peak_blocks(ends, BLOCK, 0)
     assert played(rows) <= kept <= played(rows) + len(rows)
 
 
@@ -93,5 +93,5 @@ def test_others_look_at_no_length(kv: str) -> None:
     world.ask("r", [5] * 8, 40)
     state = world.scheduler.state
     (executor,), (sequence,) = state.executors.values(), state.sequences.values()
-    spare = preemption.headroom_blocks(state, executor, [sequence])
-    assert spare == preemption.headroom_blocks(state, executor)
+    spare = headroom.headroom_blocks(state, executor, [sequence])
+    assert spare == headroom.headroom_blocks(state, executor)

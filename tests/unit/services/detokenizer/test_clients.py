@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.detokenizer.actor import ABSENT_TURNS, ClientLiveness, Probe
+from services.detokenizer.clients import ABSENT_TURNS, ClientLiveness, Probe
 from services.detokenizer.response import ResponseText
 from shared.messages import Open
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from support.wire_samples import SAMPLES
 
-from services.detokenizer.backups import DONE_US, ONE_LOST_US, Backups, key_of
+from services.detokenizer.failover import DONE_US, ONE_LOST_US, Backups, key_of
 from services.detokenizer.response import opened_of
 from shared.messages import Claims, Open, Tokenized, longs
 
@@ -83,7 +83,7 @@ def test_newcomer_gets_the_requests_answered_within_the_last_minute(copies: Back
 def test_answered_requests_are_remembered_up_to_a_bound(
     copies: Backups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.detokenizer.backups.MAX_DONE", 3)
+    monkeypatch.setattr("services.detokenizer.failover.MAX_DONE", 3)
     copies.on_claims(Claims(done=longs(range(5))), 10)
     assert copies.known == Claims(done=longs([2, 3, 4]))
 
