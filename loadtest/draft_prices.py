@@ -137,15 +137,16 @@ class Played:
     def _hello(self) -> ExecHello:
         return ExecHello(
             executor="e", exec_epoch=1, host_id="h", model="m", fingerprint="f", vocab_digest="v",
-            vocab=32_000, blocks=65_536, block_tokens=16, slots=256, max_step_tokens=32_768, max_context=32_768,
-            max_drafts=MOST, max_draft_rows=256 if self.graphs else 0,
+            vocab=32_000, blocks=65_536, block_tokens=16, slots=256, max_step_tokens=32_768,
+            max_context=32_768, max_drafts=MOST, max_draft_rows=256 if self.graphs else 0,
         )  # fmt: skip
 
 
 def _asked(number: int) -> Tokenized:
+    tokens = ints((number * 31 + at) % 30_000 for at in range(PROMPT_TOKENS))
     return Tokenized(
         request=f"r{number}", attempt=1, tenant="t", model="m", inbox="i", slo_class="batch",
-        timeout_us=10**12, max_tokens=20_000, tokens=ints((number * 31 + at) % 30_000 for at in range(PROMPT_TOKENS)),
+        timeout_us=10**12, max_tokens=20_000, tokens=tokens,
     )  # fmt: skip
 
 

@@ -31,8 +31,9 @@ TRY_EVERY = 64  # steps after a refused draft until a row tries another one
 TRY_NEAR = 8  # if it would nearly pay
 TRY_FIRST = 8  # steps of a sequence until it tries one
 TRY_STEPS = 2  # of TRY_EVERY, in which rows of recorded steps try one
-QUIET = 3  # rows of a sequence without a draft that was found: then it is asked in turn
-IN_TURN = 2  # rows of a step that are asked in turn
+QUIET = 2  # rows of a sequence without a draft that was found: then it is asked in turn
+IN_TURN = 2  # rows of a step that are asked in turn,
+MANY = 32  # and of every eighth step with more rows than this: drafts seldom pay there
 BARE_EVERY = 256  # steps: one without drafts shows what they cost
 LEAST_PM = 5  # of a draft's probability
 PREDICTED_PM = 900  # drafts that are kept of a request with a prediction, until it is learned
@@ -54,7 +55,7 @@ def add_drafts(
                 wanted.setdefault(s, 0)
     if not wanted:
         return  # the step is the same as without speculation
-    places = {slot: at for at, slot in enumerate(columns.slots)}
+    places = dict(zip(columns.slots, range(len(rows)), strict=True))
     left, expected_pm = hello.max_step_tokens - len(rows), 0
     for s, count in wanted.items():
         if (at := places.get(s.slot)) is None:
@@ -144,7 +145,7 @@ def _asked(executor: Executor, shape: StepShape) -> dict[Sequence, int]:
         else:
             pace.asked.append(row)
             wanted[s] = drafting.count or 1
-    for s in pace.next_in_turn(IN_TURN):
+    for s in pace.next_in_turn(IN_TURN if shape.rows <= MANY or step % 8 == 0 else 0):
         s.drafting.choose(pace.least_pm, most)
         if s.drafting.count or _tries(pace, s.drafting, step):
             wanted[s] = s.drafting.count or 1

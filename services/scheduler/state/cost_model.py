@@ -260,7 +260,7 @@ def _features(shape: StepShape) -> Features:
 
 class DraftTimes:
     """How many times as long a step takes with drafts as without, by measured steps. The fit is smooth, and
-    the products of a machine have steps: on an H200 those of 128 tokens take 1.3 times as long as those of 64.
+    the products of a machine are not: on an H200 those of 128 tokens take 1.3 times as long as those of 64.
 
     By powers of two of the rows without drafts, and half as large steps of the tokens with them; between and
     beyond these points as the fit has it, times its errors there."""

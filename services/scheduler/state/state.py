@@ -178,7 +178,7 @@ class DraftPace:
     def next_in_turn(self, most: int) -> list[Sequence]:
         """At most so many of the rows in turn."""
         found = list[Sequence]()
-        for _ in range(len(self.in_turn)):
+        for _ in range(len(self.in_turn) if most else 0):
             sequence, placement = row = self.in_turn.popleft()
             if sequence.placement == placement:
                 self.in_turn.append(row)

@@ -17,7 +17,7 @@ from services.scheduler.state.counters import StepSpan, step_spans
 from services.scheduler.state.requests import Arrived
 from services.scheduler.state.state import AUTO, DraftPace, Executor, Limits
 from shared.kv_blocks import choice_seed
-from shared.messages import AT_DEVICE, FROM_DEVICE, StopFound, Tokens, ints
+from shared.messages import AT_DEVICE, FROM_DEVICE, StepPlan, StopFound, Tokens, ints
 
 EVENTS = int(os.environ.get("HEADRACE_DRAFT_EVENTS", "1500"))
 
@@ -165,6 +165,41 @@ def test_drafts_that_are_refused_are_tried_again_after_64_steps() -> None:
     late = [step for step in with_drafts if step > 200]
     assert all(b - a >= 64 for a, b in pairwise(late))
     assert 3 <= len(late) <= 8
+
+
+def test_first_request_has_drafts_from_its_second_decode_on() -> None:
+    """The first one shows what a step without drafts takes."""
+    for facts in ({}, {"max_draft_rows": 8}):
+        world = World(Limits(speculate=AUTO), took_us=5_000)
+        world.add_engine(max_drafts=7, max_context=128, blocks=60, **facts)
+        world.ask("r", [5, 6, 7], 40)
+        world.run()
+        check_answers(world)
+        assert [max(plan.counts) > 1 for plan in world.plans[1:3]] == [False, True]
+
+
+def test_rows_that_find_no_draft_are_asked_in_turn() -> None:
+    world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
+    world.add_engine(max_drafts=7, max_context=128, blocks=400, slots=12)
+    engine, found = world.engines["e1"], list[int]()
+    engine._drafts = lambda slot, most: found * min(most, 1)  # type: ignore[method-assign]  # none
+    for at in range(12):
+        world.ask(f"r{at}", [5, 6, at], 100)
+
+    def asked(plan: StepPlan) -> set[int]:
+        return {slot for slot, count in zip(plan.slots, plan.counts, strict=True) if count > 1}
+
+    while world.plans[-1].step < 60:
+        world.deliver()
+    in_turn = [asked(plan) for plan in world.plans[-6:]]
+    assert [len(slots) for slots in in_turn] == [2] * 6
+    assert set[int]().union(*in_turn) == set(range(12))
+    found.append(999)
+    world.deliver()
+    world.deliver()
+    assert asked(world.plans[-2]) < asked(world.plans[-1])  # a row that finds one is asked again at once
+    world.run()
+    check_answers(world)
 
 
 def test_rows_of_recorded_steps_try_drafts_together() -> None:
