@@ -71,6 +71,7 @@ HANGING = (
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
     "services/executor/sampling/logits_processors.py",
     "services/executor/quantised/", "shared/vocab/gguf.py", "shared/vocab/vectors.py",
+    "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.
