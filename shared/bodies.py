@@ -199,6 +199,20 @@ Change = TypedDict("Change", {
     "error": NotRequired[Json],
 })
 
+# What an operator adds: the folder of an adapter of a model, where its executors run; nothing removes it.
+# `tenant`: alone may use it; `replace`: another one may have the name
+AdapterSet = TypedDict("AdapterSet", {
+    "model": NotRequired[Name], "path": NotRequired[str], "tenant": NotRequired[Name],
+    "replace": NotRequired[bool],
+})
+
+# The folder of an adapter, and what an executor finds there
+AdapterNamed = TypedDict("AdapterNamed", {"path": str})
+AdapterFacts = TypedDict("AdapterFacts", {
+    "digest": NotRequired[str], "rank": NotRequired[int], "bytes": NotRequired[Count],
+    "error": NotRequired[Json],
+})
+
 # The states of a scheduler's executors, or why they are unchanged
 SleepStates = TypedDict("SleepStates", {"executors": NotRequired[dict[str, str]], "error": NotRequired[Json]})
 

@@ -47,6 +47,7 @@ MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with it
 MAX_ROW_ERROR_CHARS = 1_000
 MAX_STAGES = 64  # of a pipeline
 MAX_DRAFTS = 64  # of a row
+MAX_PLACES = 256  # of adapters in a step
 MAX_SEGMENTS = 256  # timeline segments of a step in its result
 MAX_CALLS, MAX_CALL_CHARS = 8, 64  # functions that an Ended names
 SESSION_VERBS = ("state", "release", "prefetch", "keep")
@@ -555,6 +556,8 @@ def _slot_open(m: messages.SlotOpen) -> str:
         return "its bias columns differ in length"
     if _has_negative(m.prediction):
         return "a token id of its prediction is negative"
+    if not 0 <= m.adapter <= MAX_PLACES:
+        return "the place of its adapter is out of range"
     return _processors(m) or _parts(m)
 
 
@@ -563,6 +566,7 @@ def _exec_hello(m: messages.ExecHello) -> str:
     sane = 1 <= m.blocks <= MAX_BLOCKS and 1 <= m.slots <= MAX_SLOTS and min(sizes) >= 1
     sane = sane and 1 <= m.stages <= MAX_STAGES and min(m.two_stream_tokens, m.max_stop_ids) >= 0
     sane = sane and 0 <= m.max_drafts <= MAX_DRAFTS and m.max_draft_rows >= 0
+    sane = sane and 0 <= m.adapter_places <= MAX_PLACES
     return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 
@@ -578,6 +582,8 @@ def _unless(valid: Callable[[Any], bool], wrong: str) -> Callable[[Any], str]:
 
 _RANGE = "its number is out of range"
 _CHECKS: dict[str, Callable[[Any], str]] = {
+    "AdapterLoad": _unless(lambda m: 1 <= m.place <= MAX_PLACES and m.digest, "its place or digest is none"),
+    "AdapterLoaded": _unless(lambda m: min(m.bytes, m.took_us) >= 0, "its bytes or its time are negative"),
     "Claims": _unless(lambda m: len(m.taken) == len(m.ids), "it does not name each request that is taken"),
     "Close": _unless(
         lambda m: m.final >= 0 and _is_vector(m.vector), "its final index is negative, or its vector damaged"

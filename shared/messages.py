@@ -201,7 +201,7 @@ class Tokenized:
     answer_format: str = (
         ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
     )
-    checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
+    savepoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
     most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
@@ -217,6 +217,9 @@ class Tokenized:
     keep_us: int = 0  # the client's wish: how long its blocks stay after the answer; 0: none
     has_tools: bool = False  # its answer may call functions: Ended names them
     prefetch: bool = False  # the client's wish: its blocks are on the device when the next request comes
+    adapter: str = ""  # digest of the adapter that computes it; empty: the model alone
+    adapter_name: str = ""  # under which its client knows the adapter
+    adapter_path: str = ""  # its folder, where the executors run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +273,7 @@ class Claims:
     """tokenizer -> the others of its model, a few times a second: requests that the sender has taken, and
     requests that are done and need no takeover. Each is a 64-bit key (tokenizer/standby.py).
 
-    detokenizer -> the others of its model: requests that it has answered (detokenizer/backups.py)."""
+    detokenizer -> the others of its model: requests that it has answered (detokenizer/failover.py)."""
 
     taken: Longs = field(default_factory=longs)
     ids: tuple[str, ...] = ()  # of `taken`: the ids drawn for requests without a `request_id`
@@ -462,6 +465,7 @@ class ExecHello:
     flags: tuple[str, ...] = ()  # with these weights they start an executor of the same `model_digest`
     max_drafts: int = 0  # of a row; 0: the engine has no drafts
     max_draft_rows: int = 0  # rows of a step that has drafts; 0: any number
+    adapter_places: int = 0  # adapters that a step may have; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -530,6 +534,28 @@ class SlotOpen:
     min_tokens: int = 0  # until then `stop_ids` have no probability
     pooling: int = 0  # as in Tokenized: its sampled row also gives a vector
     prediction: Ints = field(default_factory=ints)  # as in Tokenized
+    adapter: int = 0  # the place of its adapter, see AdapterLoad; 0: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """scheduler -> executor: put an adapter into a place, from 1 on, that no open slot has. Slots may have it
+    after AdapterLoaded. Steps go on meanwhile."""
+
+    place: int
+    digest: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoaded:
+    """executor -> scheduler: the adapter is in its place, or why it is not."""
+
+    place: int
+    digest: str
+    error: str = ""
+    bytes: int = 0  # in host memory
+    took_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -840,4 +866,5 @@ Message = (
     | Fragment | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCopy | KvCopied
     | KvCommit | KvStored | KvRelease | KvGone | ArenaReleased | Heartbeat | Claims | PeerLookup | PeerFound
     | SessionVerb | SessionAnswer | KvForget | KvTouch
+    | AdapterLoad | AdapterLoaded
 )  # fmt: skip

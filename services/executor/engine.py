@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,11 @@ TUNING = {  # the number of threads on a CPU: a timing of products chooses the f
 }
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
+}
+ADAPTERS = {  # the places of an engine of a CPU, those without weights, and their loads
+    "cpu": "services.executor.adapters.places:build",
+    "sim": "services.executor.adapters.sim:build",
+    "loads": "services.executor.adapters.shell:AdapterLoads",
 }
 COMPILED = {  # operators in machine code for a CPU, where their kernels fit the cache; else torch's
     "numba": "services.executor.cpu.compiled:CompiledOperators",
@@ -100,6 +105,7 @@ class BackendInfo:
     tokens_digest: str = ""  # of its vocabulary, see Vocabulary; empty: it has none
     max_drafts: int = 0  # see ExecHello
     max_draft_rows: int = 0
+    adapter_places: int = 0
 
     @property
     def context(self) -> int:
@@ -224,6 +230,50 @@ class Speculation(Protocol):
     def choose(self, drafts: Drafts, choose: ChooseRows) -> Runs:
         """Choose the tokens of a step with drafts, by rows of its plan. `choose` gets rows of different
         slots, and whether they are the first ones of their slots."""
+
+
+class HeldAdapter(Protocol):
+    """An adapter in host memory."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Adapters(Protocol):
+    """The adapters of an engine, by place. Place 0 has none."""
+
+    count: int  # places
+    held: list[Any]  # by place: a HeldAdapter or None
+
+    def read(self, path: str) -> HeldAdapter:
+        """Read an adapter to host memory, on any thread. Raises BadRequest."""
+
+    def bind(self, place: int, adapter: Any) -> None:
+        """Put an adapter that was read into a place, or None, on the device thread. Earlier steps have the
+        adapter before it."""
+
+    def open(self, opened: messages.SlotOpen) -> None:
+        """The rows of a slot have the adapter in its place."""
+
+    def reset(self) -> None:
+        """Empty all places."""
+
+
+def adapters_of(kind: str, places: int, *given: Any) -> Any:
+    """The Adapters of an engine, made of what is `given`; None without places, or without their line."""
+    return resolve_name(ADAPTERS[kind])(*given) if places and kind in ADAPTERS else None
+
+
+def adapter_loads_of(backend: Backend, *given: Any) -> Any:
+    """What loads the adapters of an engine; None: it has no places for any."""
+    made = ADAPTERS.get("loads") if backend.info.adapter_places else None
+    return resolve_name(made)(cast("Adapting", backend).adapters, *given) if made else None
 
 
 def speculation_of(tokens: Callable[[int], messages.Ints]) -> Speculation | None:
@@ -393,6 +443,12 @@ class Backend(Protocol):
         """Free everything. A second call does nothing."""
 
 
+class Adapting(Protocol):
+    """An engine with `info.adapter_places`."""
+
+    adapters: Adapters
+
+
 class Sleeper(Protocol):
     """An engine with `info.sleeps`."""
 
@@ -430,6 +486,8 @@ def open_error(opened: messages.SlotOpen, info: BackendInfo) -> str:
         return f"slot {opened.slot} is not one of {info.slots} slots"
     if not opened.tokens:
         return f"slot {opened.slot} is opened without a token"
+    if opened.adapter > info.adapter_places:
+        return f"slot {opened.slot} has place {opened.adapter} of {info.adapter_places} for adapters"
     if len(opened.tokens) > info.max_context:
         return f"slot {opened.slot} has {len(opened.tokens)} tokens in a context of {info.max_context}"
     return ""

@@ -125,6 +125,7 @@ PARTS = (
     "services.gateway.dialects.later:build",
     "services.gateway.dialects.anthropic:build",
     "services.gateway.dialects.ollama:build",
+    "services.gateway.dialects.adapters:build",
     "services.gateway.batches:build",
     "services.gateway.page:build",
 )

@@ -96,7 +96,7 @@ class SchedulerActor(Actor):
     def on_peer(self, peer: Peer) -> None:
         heartbeat = peer.heartbeat
         if heartbeat.kind == "kv_offload":
-            self._handle(_tier_event(peer))
+            self._handle(_offload_event(peer))
         elif heartbeat.model != self._model:
             return  # a detokenizer of another model has another vocabulary
         elif heartbeat.scheduler not in ("", self._mailbox.actor):
@@ -253,18 +253,18 @@ class SchedulerActor(Actor):
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
 
-def _tier_event(peer: Peer) -> requests.Event:
-    """The event for a heartbeat of a kv_offload. Without an arena, or while it drains, the tier is lost."""
+def _offload_event(peer: Peer) -> requests.Event:
+    """The event for a heartbeat of a kv_offload. Without an arena, or while it drains, it is lost."""
     heartbeat = peer.heartbeat
     if heartbeat.state != "ready" or not heartbeat.arena or not heartbeat.tiers:
-        return requests.TierLost(heartbeat.actor)
-    return requests.TierReady(
+        return requests.OffloadLost(heartbeat.actor)
+    return requests.OffloadReady(
         heartbeat.actor, peer.epoch, heartbeat.host_id, heartbeat.arena_generation, heartbeat.tiers
     )
 
 
 def _lost(kind: str, actor: str) -> requests.Event:
-    return requests.TierLost(actor) if kind == "kv_offload" else requests.PeerLost(kind, actor)
+    return requests.OffloadLost(actor) if kind == "kv_offload" else requests.PeerLost(kind, actor)
 
 
 def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:

@@ -115,6 +115,9 @@ def _running(state: State, model: str) -> Container[str]:
 def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     """Start a group, or some of its choices, on an executor that no earlier group holds. Fail or park it if
     no executor can serve it. False if it must wait; it then holds an executor."""
+    if group.request.tokenized.adapter and load_shedding.adapting().must_wait(state, group):
+        state.waiting.park(group)  # its adapter is being loaded, or waits for a place
+        return True
     first, executors = not held.sources, list(state.executors.values())
     free = [e for e in executors if e.pool.free_slots and e.source not in held.sources]
     offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
@@ -130,8 +133,14 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
         lifecycle.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
         return True
 
-    fitting = [e for e in executors if load_shedding.may_run(e, group.request) and headroom.can_fit(e, group)]
-    able = [e for e in fitting if not e.role or _is_suitable(state, e, group)]
+    fitting = [
+        e
+        for e in executors
+        if load_shedding.may_run(e, group.request)
+        and headroom.can_fit(e, group)
+        and has_adapter(state, e, group.request)
+    ]
+    able = [e for e in fitting if not e.role or is_suitable(state, e, group)]
     if not able:
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
@@ -218,6 +227,7 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
         if state.counters.preemptions - preempted >= MAX_VICTIMS:
             break  # the next event goes on
         able = [e for e in free if load_shedding.may_run(e, group.request) and headroom.can_fit(e, group)]
+        able = [e for e in able if has_adapter(state, e, group.request)]
         if is_on_trial(group.request) or not preemption.preempt_for_next(state, group, earlier, able):
             free = [e for e in free if e not in able]
     return state.counters.preemptions > preempted and not all(e.in_flight for e in free)
@@ -286,12 +296,19 @@ def may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
         state.suspects and not _is_safe(executor, group)
     ):
         return False
-    if executor.role and not _is_suitable(state, executor, group):
+    if executor.role and not is_suitable(state, executor, group):
+        return False
+    if not has_adapter(state, executor, group.request):
         return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 
 
-def _is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool:
+def has_adapter(state: State, executor: Executor, request: Request) -> bool:
+    """Whether a request finds its adapter on an executor, if it has one."""
+    return not request.tokenized.adapter or load_shedding.adapting().has(state, executor, request)
+
+
+def is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """Whether the group is work for an executor of this role, or has no executor of the other one."""
     head = group.sequences[0]
     if head.generated:
@@ -402,7 +419,8 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
         if sequence is parent:
             _take_hits(state, offer, group)
         _record(state, offer, group, sequence)
-        state.send(executor.source, _slot_open(sequence), sequence.request.trace)
+        place = load_shedding.adapting().place(state, executor, request) if request.tokenized.adapter else 0
+        state.send(executor.source, _slot_open(sequence, place), sequence.request.trace)
     executor.awaited_blocks = 0
     load.begin(state, executor, parent, group)
     preemption.on_resume(state, executor, parent, group)
@@ -448,7 +466,7 @@ def _record(state: State, offer: Offer, group: SequenceGroup, sequence: Sequence
     )
 
 
-def _slot_open(sequence: Sequence) -> SlotOpen:
+def _slot_open(sequence: Sequence, place: int) -> SlotOpen:
     tokenized = sequence.request.tokenized
     return SlotOpen(
         slot=sequence.slot,
@@ -469,6 +487,7 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         min_tokens=tokenized.min_tokens,
         pooling=tokenized.pooling,
         prediction=tokenized.prediction,
+        adapter=place,
     )
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler import admission, lifecycle, recovery, results, step_planner
+from services.scheduler import admission, lifecycle, load_shedding, recovery, results, step_planner
 from services.scheduler.executors import moves, roles, sleep
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
 from services.scheduler.state.state import Executor, Limits, State
-from services.scheduler.state.transfers import Tier
+from services.scheduler.state.transfers import Offload
 from shared import messages
 from shared.errors import SetupError
 
@@ -35,6 +35,8 @@ def decide(state: State) -> None:
     moves.advance(state)
     for executor in sleep.wake_and_drain(state):
         recovery.put_to_sleep(state, executor)
+    if state.waiting.parked and (part := load_shedding.adapting()) is not None:
+        part.review(state)
     admission.admit(state)
     tiered: list[Executor] = []
     if state.tiers.by_host:
@@ -128,11 +130,11 @@ class Scheduler:
                 state.asleep.pop(actor, None)
                 recovery.on_executor_leaving(state, actor)
                 state.tiers.mapped.pop(actor, None)
-            case requests.TierReady():
-                tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
-                recovery.on_tier_ready(state, tier)
-            case requests.TierLost(actor):
-                recovery.on_tier_lost(state, actor)
+            case requests.OffloadReady():
+                offload = Offload(event.actor, event.epoch, event.host_id, event.generation)
+                recovery.on_offload_ready(state, offload)
+            case requests.OffloadLost(actor):
+                recovery.on_offload_lost(state, actor)
             case requests.StreamLost(source) if source.startswith("executor."):
                 recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case requests.StreamLost(source):
@@ -172,6 +174,8 @@ class Scheduler:
                 recovery.on_executor_hello(state, source, message)
             case messages.ArenaReleased():
                 recovery.on_arena_released(state, source, message)
+            case messages.AdapterLoaded() if (part := load_shedding.adapting()) is not None:
+                part.on_loaded(state, source, message)
             case messages.KvFound():
                 lookups.on_found(state, source, message)
             case messages.KvReserved():

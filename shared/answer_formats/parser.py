@@ -428,8 +428,8 @@ def reasoning_tokens(answer_format: str, ids: Sequence[int], table: Sequence[byt
 
 
 def called_functions(answer_format: str, ids: Sequence[int], table: Sequence[bytes]) -> list[str]:
-    """The functions that an answer of these tokens calls, each once, in their order. `table`: the bytes of each
-    token."""
+    """The functions that an answer of these tokens calls, each once, in their order. `table`: the bytes of
+    each token."""
     form, thinking = formats.chosen(answer_format)
     if form is None:
         return []

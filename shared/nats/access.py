@@ -85,6 +85,7 @@ PUBLIC = (
     ("policy.*", "operator", "scheduler"),
     ("sleep.*", "operator", "scheduler"),
     ("alias.*", "operator", "tokenizer"),
+    ("adapter.*", "operator gateway", "tokenizer"),
     ("load.*", "operator", "operator"),  # `headrace up` answers
 )
 _STORED = (subjects.WORK_STREAM, subjects.RECORD_STREAM, subjects.FILE_STREAM, subjects.STATE_STREAM)
@@ -118,6 +119,7 @@ _INTERNAL = (
     (f"{subjects.STORE}.state.*.*", "detokenizer", ""),
     (f"{subjects.STORE}.resume.*.*", "", "detokenizer"),
     (subjects.ALIAS_ALL, "tokenizer", "tokenizer gateway keeper"),
+    (f"{subjects.STORE}.adapter.*", "tokenizer", "executor"),
     (subjects.ALIASES, "tokenizer gateway", "tokenizer gateway keeper"),
     *(
         (f"$JS.{call.format(stream)}", "tokenizer" if stream == subjects.ALIAS_STREAM else "keeper", "")

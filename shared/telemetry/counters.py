@@ -224,6 +224,9 @@ class GatewayCounter:
     CHUNKS = counter("headrace.gateway.chunks", "{chunk}", "events sent", status="chunks")
     SLOW_READERS = counter("headrace.gateway.slow_readers", "{stream}", "ended: their reader was too slow",
         status="slow_readers")
+    HINTS = counter("headrace.gateway.hints", "{header}",
+        "headers that name a [session](../guides/sessions.md): used, passed over, malformed",
+        attributes=("name", "fate"))
     DURATION = histogram("http.server.request.duration", "s", "first byte to last; 499: its client left",
         per=1, attributes=("http.route", "http.response.status_code"))
     FIRST_CHUNK = histogram("headrace.gateway.time_to_first_chunk", "s", "of streams", per=1,
@@ -511,8 +514,8 @@ class DetokenizerCounter:
     FRAMES = counter(f"{_D}frames", "1", status="frames", recent="frames", load="frames")
     TOKENS = counter(f"{_D}tokens", "1", status="tokens", recent="tokens", load="tokens")
     BACKLOG = gauge(f"{_D}backlog", "By", "bytes not sent yet")
-    CHECKPOINTS = counter(f"{_D}checkpoints", "{checkpoint}", "stored")
-    CHECKPOINTS_FAILED = counter(f"{_D}checkpoints_failed", "{checkpoint}")
+    SAVEPOINTS = counter(f"{_D}checkpoints", "{checkpoint}", "stored")
+    SAVEPOINTS_FAILED = counter(f"{_D}checkpoints_failed", "{checkpoint}")
 
 
 _P = "headrace.keeper."

@@ -290,7 +290,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         assert await may_read(nc, refused, "headrace.store.runs.*.*") == (kind == "keeper")
 
 
-async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_them(users: Path) -> None:
+async def test_a_detokenizer_stores_savepoints_and_a_keeper_reads_and_removes_them(users: Path) -> None:
     limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
     server = servers.start(limits=limits, extra=credentials.authorization(users, FLEET))
     connect = NatsBus.connect

@@ -40,6 +40,7 @@ DELETABLE = {
     "services/tokenizer/aliases.py": "services/tokenizer/actor.py",
     "services/tokenizer/standby.py": "services/tokenizer/actor.py",
     "services/tokenizer/structured_output.py": "services/tokenizer/prepare.py",
+    "services/tokenizer/template_probe.py": "services/tokenizer/chat_template.py",
     "services/detokenizer/durable/": "services/detokenizer/actor.py",
     "services/scheduler/reports/event_log.py": "services/scheduler/actor.py",
     "services/launcher/host_agent.py": "services/launcher/up.py",
@@ -76,7 +77,7 @@ LINES = {  # a first number of threads and the next; one a format, and one a dty
     "services/executor/cpu/autotune.py": 2, "services/executor/quantised/": 6,
     "services/launcher/commands/chat.py": 2, "services/launcher/commands/completion.py": 2,
     "services/launcher/commands/record.py": 3, "services/launcher/commands/status.py": 3,
-    "services/launcher/commands/submit.py": 4,
+    "services/launcher/commands/submit.py": 4, "services/tokenizer/template_probe.py": 2,
 }  # fmt: skip
 
 PIPELINE = ("scheduler", "detokenizer", "executor", "tokenizer")

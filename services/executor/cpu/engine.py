@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ from services.executor.engine import (
     Pending,
     Speculation,
     StepOutput,
+    adapters_of,
     speculation_of,
     thread_count,
     warm_up_steps,
@@ -100,14 +102,22 @@ class TorchBackend:
             self.info = replace(self.info, two_stream_tokens=NEVER)
         self._cache = cache
         kinds = operators_for(cache, deterministic=exact)
-        self._model = Model(loaded, kinds, deterministic=exact)
+        places = options.lora_places if alone else 0
+        self.adapters = adapters_of(
+            "cpu", places, shapes, weights.norm.dtype, places, options.lora_rank, options.slots
+        )
+        if self.adapters is not None:
+            self.info = replace(self.info, adapter_places=places)
+        self._model = Model(loaded, kinds, deterministic=exact, adapters=self.adapters)
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._speculation = speculation_of(self._slots.tokens) if options.max_drafts else None
         if self._speculation is not None:
             self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
-        self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
+        self._batches = BatchBuilder(
+            self._slots, cache, deterministic=exact, sequences=kinds.sequences, adapters=self.adapters
+        )
         self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
@@ -130,6 +140,8 @@ class TorchBackend:
         self._slots.open(opened)
         self._sampler.open(opened)
         self._host_rows.open(opened)
+        if self.adapters is not None:
+            self.adapters.open(opened)
         if self._speculation is not None:
             self._speculation.open(opened)
 
@@ -284,6 +296,8 @@ class TorchBackend:
         for slot in range(self.info.slots):
             self.close_slot(slot)
         self._computed = self._host_rows.forwarded()
+        if self.adapters is not None:
+            self.adapters.reset()
 
     def sleep(self) -> None:
         """Drops the weights, which the model's file has, and the memory of the blocks. Compiled kernels and
@@ -297,7 +311,8 @@ class TorchBackend:
         loaded, exact = load(self._options), self._options.deterministic
         if (loaded.fingerprint, loaded.files) != (self.info.fingerprint, self._files):
             raise EngineError(f"the weights of {self.info.model} have changed while it was asleep")
-        self._model = Model(loaded, operators_for(self._cache, deterministic=exact), deterministic=exact)
+        kinds = operators_for(self._cache, deterministic=exact)
+        self._model = Model(loaded, kinds, deterministic=exact, adapters=self.adapters)
         torch.set_num_threads(loaded.threads if self._threads is None else self._threads.now)
         self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
 
@@ -318,9 +333,11 @@ RunInterleaved = Callable[[Sequence[ForwardPass]], list[Tensor]]
 class Model:
     """A model on its device, for one thread in `torch.inference_mode`."""
 
-    def __init__(self, loaded: Loaded, operators: Operators, *, deterministic: bool = False) -> None:
-        """`deterministic`: on a CPU the bits of a row's logits do not depend on the other rows. Takes the
-        layers out of `loaded.weights`."""
+    def __init__(
+        self, loaded: Loaded, operators: Operators, *, deterministic: bool = False, adapters: Any = None
+    ) -> None:
+        """`deterministic`: on a CPU the bits of a row's logits do not depend on the other rows. `adapters`:
+        those of the slots. Takes the layers out of `loaded.weights`."""
         shapes, weights, stage = loaded.shapes, loaded.weights, loaded.stage
         self._shapes, self._ranks, self._stage = shapes, loaded.ranks, stage
         self._like, device = weights.norm, weights.norm.device
@@ -329,7 +346,7 @@ class Model:
         if stage.last:
             self._head = products.linear(weights.head, dtype=torch.float32, sensitive=True)
         operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm))
-        takes = table(products, operators, deterministic=deterministic)
+        takes = table(products, operators, deterministic=deterministic, adapters=adapters)
         self._steps = steps_of(operations, takes, REFERENCE)
         self._at_once: Step | None = None  # all steps but the first norm in one call, if the kernels can
         if loaded.ranks.size == 1:

@@ -15,7 +15,7 @@ within it. Without another executor for them, they stay.
 
 from __future__ import annotations
 
-from services.scheduler import admission, headroom
+from services.scheduler import admission, headroom, load_shedding
 from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import RecomputeCost, backlog_us, requeue
 from services.scheduler.state.requests import Sequence
@@ -85,6 +85,8 @@ def has_room(state: State, executor: Executor, sequence: Sequence) -> bool:
     if any(q is not None and (q.preempted or (prompts and q.groups and q.level < level)) for q in queues):
         return False
     group = _alone(sequence)
+    if sequence.request.tokenized.adapter:
+        load_shedding.adapting().prepare(state, group, _others(state, executor))
     return any(
         admission.can_start(state, other, group)
         and backlog_us(other, None, RecomputeCost.of(other)) <= BACKLOG_US

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from services.scheduler import load_shedding
+from services.scheduler import load_shedding, recovery
 from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
-from services.scheduler.state.counters import StepRecord, TenantUsage
-from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
+from services.scheduler.state.counters import LoggedStep, TenantUsage
+from services.scheduler.state.requests import CLASS_NAMES, Phase, request_facts
 from services.scheduler.state.state import Executor, State
 from shared.actor.membership import COLD_START, MIXED, WAITS, WORK
 from shared.kv_blocks import blocks_for
@@ -145,7 +145,7 @@ def status(state: State) -> dict[str, object]:
 
 def _excluded(state: State, hello: ExecHello) -> dict[str, object]:
     """An executor of a kind that does not serve."""
-    why = load_shedding.kind_refusal(state, hello)
+    why = recovery.kind_refusal(state, hello)
     return {"model": hello.model, "dtype": hello.dtype, "model_digest": hello.model_digest, "why": why}
 
 
@@ -178,7 +178,14 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "steps": executor.steps_done,
         Count.STEP_P50.status: step_p50_us(state, executor) / 1000,
         "in_flight": len(executor.in_flight),
+        **_adapters(executor),
     }
+
+
+def _adapters(executor: Executor) -> dict[str, object]:
+    """The adapters of an executor that has places for some."""
+    part = load_shedding.adapting() if executor.hello.adapter_places else None
+    return {} if part is None else {"adapters": part.shown(executor)}
 
 
 def step_p50_us(state: State, executor: Executor) -> int:
@@ -338,9 +345,9 @@ def trace(
     live = next((r for key, r in state.requests.items() if is_wanted(key)), None)
     ended = None if live is not None else state.ended.find(is_wanted)
     if live is not None:
-        facts, context = request_record(live, state.now_us), live.trace
+        facts, context = request_facts(live, state.now_us), live.trace
     elif ended is not None:
-        facts, context = ended.record, ended.trace
+        facts, context = ended.facts, ended.trace
     else:
         return {"request_id": request, "state": "unknown"}
     spans = request_spans(facts)
@@ -379,7 +386,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _step_columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
+def _step_columns(records: list[LoggedStep], wall_offset_us: int) -> dict[str, list[Any]]:
     """The steps as columns; times are wall clock."""
     split = {r.step for r in [r for r in records if r.segments][-MAX_SPLIT:]}
     columns: dict[str, list[Any]] = {

@@ -11,8 +11,8 @@ from support.structured import given_of
 from support.template_shapes import SHAPES
 from support.text_models import write_bpe_gguf
 
-from services.tokenizer.chat_template import ChatTemplate, TemplateOptions, fitted, instructions, written
-from services.tokenizer.template_probe import SHOWS_ALL, TemplateSkills, can_parse, common_start
+from services.tokenizer.chat_template import SHOWS_ALL, ChatTemplate, TemplateOptions, TemplateSkills
+from services.tokenizer.template_probe import can_parse, common_start, fitted, instructions, written
 from shared.answer_formats.formats import FORMATS, HERMES
 from shared.api import joined
 from shared.errors import BadRequest
