@@ -457,7 +457,7 @@ class OpenRequests:
         self.requests: dict[RequestKey, ResponseText] = {}
         self.waiting: dict[int, ResponseText] = {}  # those with text to send, by number
         self.readers: dict[int, ResponseText] = {}  # plain requests, by the number of their attached reader
-        self.checkpointed: dict[int, ResponseText] = {}  # those whose tokens are kept, by number
+        self.savepointed: dict[int, ResponseText] = {}  # those whose tokens are kept, by number
         self._vocabulary = vocabulary
         self._numbers: dict[int, RequestKey] = {}
         self._named: dict[tuple[str, str], list[RequestKey]] = {}
@@ -488,7 +488,7 @@ class OpenRequests:
         return request, fresh
 
     def adopt(self, scheduler: str, tokenized: messages.Tokenized, trace: str) -> ResponseText:
-        """Add a request from its backup or checkpoint, without tokens, as a lost request of its scheduler."""
+        """Add a request from its backup or savepoint, without tokens, as a lost request of its scheduler."""
         choices = [opened_of(tokenized, choice) for choice in range(tokenized.n)]
         key = (scheduler, tokenized.tenant, tokenized.request)
         request = self.requests[key] = ResponseText(choices[0], self.next_number(), trace)
@@ -501,8 +501,8 @@ class OpenRequests:
     def keep_tokenized(self, request: ResponseText, tokenized: messages.Tokenized) -> None:
         """Keep a request as its scheduler sent it."""
         request.kept = tokenized
-        if tokenized.checkpoints:
-            self.checkpointed[request.number] = request
+        if tokenized.savepoints:
+            self.savepointed[request.number] = request
 
     def next_number(self) -> int:
         """A number that no request has had: the server's 503s for an earlier client do not concern it."""
@@ -560,7 +560,7 @@ class OpenRequests:
         if not named:
             del self._named[key[1:]]
         self.waiting.pop(request.number, None)
-        self.checkpointed.pop(request.number, None)
+        self.savepointed.pop(request.number, None)
         if request.reader is not None:
             self.readers.pop(request.reader.number, None)
         for seq in request.seqs:
@@ -571,8 +571,8 @@ class OpenRequests:
         self._numbers[request.number] = key
         if request.reader is not None:
             self.readers[request.reader.number] = request
-        if request.kept is not None and request.kept.checkpoints:
-            self.checkpointed[request.number] = request
+        if request.kept is not None and request.kept.savepoints:
+            self.savepointed[request.number] = request
         self._named.setdefault(key[1:], []).append(key)
 
 

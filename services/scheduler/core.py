@@ -24,7 +24,7 @@ from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
 from services.scheduler.state.state import Executor, Limits, SessionEvents, State
-from services.scheduler.state.transfers import Tier
+from services.scheduler.state.transfers import Offload
 from shared import messages
 from shared.errors import SetupError
 
@@ -148,11 +148,11 @@ class Scheduler:
                 state.asleep.pop(actor, None)
                 recovery.on_executor_leaving(state, actor)
                 state.tiers.mapped.pop(actor, None)
-            case requests.TierReady():
-                tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
-                recovery.on_tier_ready(state, tier)
-            case requests.TierLost(actor):
-                recovery.on_tier_lost(state, actor)
+            case requests.OffloadReady():
+                offload = Offload(event.actor, event.epoch, event.host_id, event.generation)
+                recovery.on_offload_ready(state, offload)
+            case requests.OffloadLost(actor):
+                recovery.on_offload_lost(state, actor)
             case requests.StreamLost(source) if source.startswith("executor."):
                 recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case requests.StreamLost(source):
@@ -184,6 +184,8 @@ class Scheduler:
                 lifecycle.on_ended(state, source, message)
             case messages.Cancel():
                 lifecycle.on_cancel(state, source, message)
+            case messages.SessionVerb():
+                state.send(source, state.sessions.on_verb(state, message))
             case messages.Detached(seqs=seqs) if not seqs:
                 recovery.on_messages_lost(state, source)
             case messages.Detached():

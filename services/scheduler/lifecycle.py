@@ -4,7 +4,7 @@
 A detokenizer has a copy of each request before its first token: if this scheduler dies, it passes the request
 to another one (services/detokenizer/failover.py).
 
-Ends sequences: their blocks are free at once, their record stays until the detokenizer sends Ended.
+Ends sequences: their blocks are free at once, their entry stays until the detokenizer sends Ended.
 
 `results`, `arrival` and `core` call it. A sequence ends once: after that it is not live.
 """
@@ -255,7 +255,7 @@ def _is_resend(state: State, tokenized: messages.Tokenized) -> bool:
     ended = state.ended.by_key.get(key)
     if ended is None or ended.inbox != tokenized.inbox:
         return False
-    if tokenized.received_wall_us == ended.record.received_wall_us:
+    if tokenized.received_wall_us == ended.facts.received_wall_us:
         return True
     taken_over = tokenized.attempt > messages.ATTEMPTS  # perhaps the same submission, from a second tokenizer
     margin_us = load_shedding.OVERTAKE_US if taken_over else 0
@@ -353,7 +353,7 @@ def on_ended(state: State, source: str, message: messages.Ended) -> None:
 
 
 def expire(state: State) -> None:
-    """End or forget what is overdue: waiting and running requests, records without an Ended, tombstones."""
+    """End or forget what is overdue: waiting and running requests, entries without an Ended, tombstones."""
     while (seq := state.deadlines.pop(state.now_us)) is not None:
         sequence = state.sequences.get(seq)
         if sequence is None:
@@ -379,7 +379,7 @@ def expire(state: State) -> None:
 
 
 def forget(state: State, sequence: requests.Sequence) -> None:
-    """Remove a sequence with a final record; with its last choice, remove the request."""
+    """Remove a sequence with its final count; with its last choice, remove the request."""
     sequence.phase = requests.Phase.ENDED
     state.sequences.pop(sequence.seq, None)
     request = sequence.request
@@ -393,7 +393,7 @@ def forget(state: State, sequence: requests.Sequence) -> None:
             requests.EndedRequest(
                 request.tokenized.inbox,
                 request.trace,
-                requests.request_record(request, state.now_us),
+                requests.request_facts(request, state.now_us),
                 state.now_us,
             ),
         )

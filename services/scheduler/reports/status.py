@@ -26,8 +26,8 @@ from services.scheduler import load_shedding, recovery
 from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
-from services.scheduler.state.counters import StepRecord, TenantUsage
-from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
+from services.scheduler.state.counters import LoggedStep, TenantUsage
+from services.scheduler.state.requests import CLASS_NAMES, Phase, request_facts
 from services.scheduler.state.state import Executor, State
 from shared.actor.membership import COLD_START, MIXED, WAITS, WORK
 from shared.kv_blocks import blocks_for
@@ -96,6 +96,7 @@ def counted(state: State) -> Counted:
         Count.ACCEPTED_TOKENS: counters.accepted_tokens,
         Count.PREEMPTIONS: counters.preemptions,
         Count.MOVES: counters.moves,
+        Count.ADAPTER_LOADS: counters.adapter_loads,
         Count.ROLE_CHANGES: counters.role_changes,
         Count.PREDICTED_TIME: counters.predicted_us,
         Count.BUDGET: counters.budget_tokens,
@@ -180,6 +181,15 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "in_flight": len(executor.in_flight),
         **_adapters(executor),
     }
+
+
+def _adapter_points(state: State) -> Iterator[MetricPoint]:
+    """The names of adapters, those with a waiting and those with a running sequence, as vLLM has them."""
+    if places := sum(executor.hello.adapter_places for executor in state.executors.values()):
+        waiting = {group.request.tokenized.adapter_name for group in state.waiting} - {""}
+        every = [s for executor in state.executors.values() for s in executor.running]
+        running = {s.request.tokenized.adapter_name for s in every} - {""}
+        yield Count.ADAPTERS.point(places, str(places), ",".join(sorted(waiting)), ",".join(sorted(running)))
 
 
 def _adapters(executor: Executor) -> dict[str, object]:
@@ -294,6 +304,7 @@ def _labelled(state: State) -> Iterator[MetricPoint]:
         yield Count.FINISHED.point(sequences, reason)
     for name, groups in queued(state).items():
         yield Count.QUEUED.point(groups, name)
+    yield from _adapter_points(state)
     for executor in state.executors.values():
         name = executor.hello.executor
         yield Count.RUNNING.point(len(executor.running), name)
@@ -345,9 +356,9 @@ def trace(
     live = next((r for key, r in state.requests.items() if is_wanted(key)), None)
     ended = None if live is not None else state.ended.find(is_wanted)
     if live is not None:
-        facts, context = request_record(live, state.now_us), live.trace
+        facts, context = request_facts(live, state.now_us), live.trace
     elif ended is not None:
-        facts, context = ended.record, ended.trace
+        facts, context = ended.facts, ended.trace
     else:
         return {"request_id": request, "state": "unknown"}
     spans = request_spans(facts)
@@ -386,7 +397,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _step_columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
+def _step_columns(records: list[LoggedStep], wall_offset_us: int) -> dict[str, list[Any]]:
     """The steps as columns; times are wall clock."""
     split = {r.step for r in [r for r in records if r.segments][-MAX_SPLIT:]}
     columns: dict[str, list[Any]] = {
