@@ -29,7 +29,7 @@ LAYERS = {
         ("state",),
         (
             "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap",
-            "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
+            "preemption", "prefix_cache", "recovery", "results", "sessions", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -62,7 +62,8 @@ ONE_PATH = (
 HANGING = (
     "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
     "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
-    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/speculation.py",
+    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/sessions/",
+    "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/clients.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
