@@ -28,8 +28,8 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap",
-            "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
+            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding",
+            "overlap", "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
