@@ -207,9 +207,7 @@ class Tokenized:
     most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
     run: int = 0  # of a durable request: the number of this run of it, from its keeper; 0: it has none
     speculate: bool = True  # its rows may have drafts: they change the time of its tokens alone
-    prediction: Ints = field(
-        default_factory=ints
-    )  # tokens that its answer may repeat: drafts are found there
+    prediction: Ints = field(default_factory=ints)  # its answer may repeat them: drafts are found there
     session: str = ""  # session_hints.name of its tenant and the client's id; empty: the client gave none
     parent: str = ""  # likewise, of the session that started this one
     session_final: bool = False  # no request of the session follows

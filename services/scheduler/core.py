@@ -166,6 +166,8 @@ class Scheduler:
                 lifecycle.on_ended(state, source, message)
             case messages.Cancel():
                 lifecycle.on_cancel(state, source, message)
+            case messages.SessionVerb():
+                state.send(source, state.sessions.on_verb(state, message))
             case messages.Detached(seqs=seqs) if not seqs:
                 recovery.on_messages_lost(state, source)
             case messages.Detached():

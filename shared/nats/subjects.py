@@ -131,7 +131,7 @@ resume = Subject("headrace.store.resume.{tenant}.{model}",
 resume_any_tenant = resume.of_any_tenant
 session = Subject("headrace.v1.session.{tenant}.{session}",
     "A verb for a session of a tenant, by the client's id; each scheduler answers, `unknown` where it is not",
-    "SessionAsked -> SessionState")
+    "SessionAsked -> SessionState | Refused")
 sessions = Subject("headrace.v1.sessions.{tenant}", "The sessions of a tenant, from each scheduler",
     "empty -> Sessions")
 trace = Subject("headrace.v1.trace.{request}", "The stages of a request", "text -> Trace")
@@ -144,7 +144,7 @@ alias = Subject("headrace.store.alias.{name}",
 adapter = Subject("headrace.v1.adapter.{name}",
     "The operator adds an adapter under a name, or removes it", "AdapterSet -> Change")
 adapter_check = Subject("headrace.store.adapter.{model}",
-    "An executor reads the folder of an adapter, and says what it is", "AdapterNamed -> AdapterFacts")
+    "An executor reads the folder of an adapter: its digest, rank and size", "AdapterNamed -> AdapterFacts")
 sleep = Subject("headrace.v1.sleep.{scheduler}",
     'Executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`', "text -> SleepStates")
 load = Subject("headrace.v1.load.{model}",

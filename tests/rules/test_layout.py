@@ -28,8 +28,8 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap",
-            "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
+            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding",
+            "overlap", "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -41,7 +41,7 @@ LAYERS = {
         ("model",),
         ("checkpoint",),
         ("quantised",),
-        ("kv_transfer", "sim"),
+        ("kv_transfer", "sim", "adapters"),
         ("cpu", "cuda"),
         ("encoder", "group"),
         ("actor",),
@@ -61,6 +61,7 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
+    "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
     "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/clients.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",

@@ -6,6 +6,7 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
@@ -24,7 +25,7 @@ from services.scheduler.state.requests import (
 from services.scheduler.state.reuse import Reuse
 from services.scheduler.state.transfers import Tiers, TransferLink
 from services.scheduler.state.waiting_queue import Quotas, WaitingQueue
-from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
+from shared.messages import ExecHello, Message, Rejected, SessionAnswer, SessionVerb, StepPlan, StepResult
 from shared.step_model import StepShape
 
 MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
@@ -417,6 +418,24 @@ class DroppedExecutor:
 
 
 @dataclass(slots=True)
+class SessionEvents:
+    """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py,
+    which the policy `sessions` puts in its place."""
+
+    def on_verb(self, state: State, verb: SessionVerb) -> SessionAnswer:
+        """A client asks for a session, or for something to be done with its blocks."""
+        return SessionAnswer(state="unknown")
+
+    def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
+        """The sessions of a tenant, or of all, the least idle first."""
+        return []
+
+    def summary(self, state: State) -> dict[str, Any]:
+        """What was learned, for people: counts, and pauses by tool."""
+        return {}
+
+
+@dataclass(slots=True)
 class State:
     """The whole state; `now_us` is the time of the event being handled."""
 
@@ -432,6 +451,7 @@ class State:
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
     idle_since_us: int = 0  # since when there is no request; 0: there is one
     reuse: Reuse = field(default_factory=Reuse)
+    sessions: SessionEvents = field(default_factory=SessionEvents)
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor
