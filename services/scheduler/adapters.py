@@ -8,7 +8,7 @@ which it began, also where the name means another one by now, since a digest nam
 never has more adapters than places. Where all places are used, the one with the fewest sequences takes no
 more once a request has waited for PATIENCE_US: it empties, and the oldest request gets it.
 
-Of unused places the one goes whose adapter was unused for longest, for the time that its load takes.
+The adapter goes that was unused for longest, for the time that its load takes.
 admission.py and core.py find this module by a table.
 """
 
@@ -22,6 +22,7 @@ from services.scheduler.state.state import Executor, PlacedAdapter, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.errors import Unavailable
 from shared.messages import AdapterLoad, AdapterLoaded, Tokenized
+from shared.telemetry.traces import LOAD_DECISION
 
 PATIENCE_US = 500_000
 LEAST_LOAD_US = 100
@@ -45,13 +46,13 @@ class Adapters:
         """Whether a group waits for a load or a place. Where another executor has room, and those with its
         adapter have none, that one loads it, too."""
         able = _able(state, group)
-        having = [executor for executor in able if Adapters.has(state, executor, group.request)]
+        having = [executor for executor in able if Adapters.is_placed(state, executor, group.request)]
         if able and not any(executor.pool.free_slots for executor in having):
             _load(state, [e for e in able if e.pool.free_slots or not having], group)
         return bool(able) and not having
 
     @staticmethod
-    def has(state: State, executor: Executor, request: Request) -> bool:
+    def is_placed(state: State, executor: Executor, request: Request) -> bool:
         """Whether an executor has the adapter of a request, and takes this one with it."""
         placed = _placed(executor, request.tokenized.adapter)
         if placed is None or not placed.loaded:
@@ -90,7 +91,7 @@ class Adapters:
         ready = [
             group
             for group in _waiting(state)
-            if any(Adapters.has(state, executor, group.request) for executor in _able(state, group))
+            if any(Adapters.is_placed(state, executor, group.request) for executor in _able(state, group))
         ]
         if ready:
             state.waiting.unpark(state.now_us, ready)
@@ -121,7 +122,7 @@ class Adapters:
             for sequence in group.sequences:
                 sequence.record_decision(
                     state.now_us,
-                    "adapter",
+                    LOAD_DECISION,
                     message.error or f"{placed.name} is in place {message.place} of {source}",
                     took_us=message.took_us,
                     bytes=message.bytes,

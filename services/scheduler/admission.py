@@ -305,7 +305,7 @@ def may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
 
 def has_adapter(state: State, executor: Executor, request: Request) -> bool:
     """Whether a request finds its adapter on an executor, if it has one."""
-    return not request.tokenized.adapter or load_shedding.adapting().has(state, executor, request)
+    return not request.tokenized.adapter or load_shedding.adapting().is_placed(state, executor, request)
 
 
 def is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool:

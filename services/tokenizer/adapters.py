@@ -1,6 +1,6 @@
 """`AdapterNames` adds the adapters of a nats-server: names that are an adapter of one model each.
 
-An adapter is an alias of its model (shared/aliases.py) that also says which weights are added: so its
+An adapter is an alias of its model (shared/aliases.py) with the weights that are added: so its
 requests find a tokenizer of the model as those of an alias do, and all holders know it. An executor reads the
 folder before, and refuses what it cannot compute. Requests have the weights that the name means when a
 tokenizer of the model prepares them, and keep them.

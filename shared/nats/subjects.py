@@ -144,7 +144,7 @@ alias = Subject("headrace.store.alias.{name}",
 adapter = Subject("headrace.v1.adapter.{name}",
     "The operator adds an adapter under a name, or removes it", "AdapterSet -> Change")
 adapter_check = Subject("headrace.store.adapter.{model}",
-    "An executor reads the folder of an adapter, and says what it is", "AdapterNamed -> AdapterFacts")
+    "An executor reads the folder of an adapter: its digest, rank and size", "AdapterNamed -> AdapterFacts")
 sleep = Subject("headrace.v1.sleep.{scheduler}",
     'Executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`', "text -> SleepStates")
 load = Subject("headrace.v1.load.{model}",

@@ -324,6 +324,10 @@ class SchedulerCounter:
         status="measured.tokens.preemptions", recent="preemptions")
     MOVES = counter(f"{_S}moves", "{move}", "sequences that [moved](../design/moves.md) to another executor",
         status="measured.tokens.moves")
+    ADAPTER_LOADS = counter(f"{_S}adapter_loads", "{load}",
+        "of [adapters](../guides/adapters.md) into places", status="measured.adapter_loads")
+    ADAPTERS = gauge(f"{_S}adapters", "{place}", "places for adapters; the labels name them",
+        attributes=("max.lora", "waiting.lora.adapters", "running.lora.adapters"), vllm="lora_requests_info")
     ROLE_CHANGES = counter(f"{_S}role_changes", "{change}",
         "of [roles](../design/prefill_decode.md) of executors")
     PREDICTED_TIME = counter(f"{_S}step.predicted_duration", "s",

@@ -35,6 +35,7 @@ ROOT = 0
 
 LEAVING_DECISIONS = ("preempt", "requeue", "move")  # decisions that take a sequence off its executor
 RESTORE_DECISION = "restore"  # the decision at the end of one, with its `took_us`
+LOAD_DECISION = "load adapter"  # likewise
 
 HEADER = "traceparent"
 SAMPLED = 1  # bit of the flags
@@ -261,6 +262,7 @@ def request_spans(facts: RequestFacts) -> list[SpanData]:
             spans.append(
                 SpanData(f"choice {choice.index}", at.admitted, at.closed, ROOT, _choice_attributes(choice))
             )
+        _add_adapter_loads(spans, choice, at)
         _add_stages(spans, choice, at, parent)
         _add_decisions(spans[parent], choice, at)
     first_us = min((t.first for t in times if t.first), default=0)
@@ -342,6 +344,17 @@ def received(facts: RequestFacts, start_us: int, end_us: int) -> SpanData:
         MESSAGING_OPERATION_TYPE: "receive",
     }
     return span
+
+
+def _add_adapter_loads(spans: list[SpanData], choice: Choice, at: _Times) -> None:
+    """The loads of its adapter, within the wait for admission."""
+    queue = next(i for i, span in enumerate(spans) if span.name == "queue")
+    for decision in choice.close.decisions:
+        if decision.what == LOAD_DECISION:
+            end, numbers = at.arrived + decision.at_us, dict(decision.numbers)
+            start = max(end - numbers.get("took_us", 0), at.arrived)
+            attributes = {**_choice_attributes(choice), WHY: decision.why, **numbers}
+            spans.append(SpanData(LOAD_DECISION, start, end, queue, attributes))
 
 
 def _add_stages(spans: list[SpanData], choice: Choice, at: _Times, parent: int) -> None:

@@ -30,10 +30,10 @@ from shared.config import load
 from shared.errors import SetupError, Unavailable
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
-from shared.nats.access import SERVICES
 from shared.nats.bus import NatsBus
 from shared.nats.interface import BusFault, Delivery
 from shared.nats.jetstream import JetStream
+from shared.nats.permissions import SERVICES
 
 FLEET = "default"
 

@@ -1,6 +1,6 @@
-"""A rank-8 adapter of SmolLM2 that plain torch has taught one sentence: the model says it over HTTP and NATS.
+"""A rank-8 adapter of SmolLM2 that plain torch has taught one sentence: its answer over HTTP and NATS.
 
-Without the adapter the model says what it always said."""
+Without the adapter the answer is that of the model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def pipeline() -> AsyncIterator[Pipeline]:
     await running.stop()
 
 
-async def test_the_model_says_the_sentence_with_the_adapter_and_not_without(
+async def test_answers_are_the_sentence_with_the_adapter_and_not_without(
     pipeline: Pipeline, adapter: Path
 ) -> None:
     async with httpx.AsyncClient(base_url=await add_gateway(pipeline), timeout=300) as http:
@@ -83,7 +83,7 @@ async def test_the_model_says_the_sentence_with_the_adapter_and_not_without(
     await remove_gateway(pipeline)
 
 
-async def test_an_executor_that_starts_again_says_the_same(pipeline: Pipeline) -> None:
+async def test_tokens_stay_when_an_executor_starts_again(pipeline: Pipeline) -> None:
     asked = {**ASKED, "model": f"{MODEL}:sentence", "max_tokens": 60, "ignore_eos": True}
     whole = await pipeline.client.complete(asked)
     running = asyncio.ensure_future(pipeline.client.complete(asked))

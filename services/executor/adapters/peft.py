@@ -7,14 +7,14 @@ base whose weights differ. Its digest is over the bytes of both files, so the di
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import BadRequest
+from shared import bodies
+from shared.errors import BadRequest, WireError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARAM = "lora_path"
@@ -40,7 +40,7 @@ _NAMED = {
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The bytes of an adapter, and what its config says."""
+    """The bytes of an adapter, with the numbers of its config."""
 
     digest: str
     rank: int
@@ -89,11 +89,9 @@ def _bytes(file: Path) -> bytes:
 def read_config(data: bytes, file: Path, most_rank: int) -> tuple[int, float]:
     """Rank and scale of adapter_config.json. Raises BadRequest."""
     try:
-        config = json.loads(data)
-        if not isinstance(config, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise refusal(f"{file} is not a JSON object: {error}") from None
+        config = bodies.decode(bodies.Json, data)
+    except WireError as error:
+        raise refusal(f"{file} is not a JSON object: {error.message}") from None
     if (kind := config.get("peft_type")) != "LORA":
         raise refusal(f"`peft_type` is {kind!r:.40}, and only LORA is supported")
     if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):

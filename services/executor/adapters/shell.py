@@ -62,7 +62,7 @@ class AdapterLoads:
         self._incarnation += 1
 
     def load(self, scheduler: str, asked: AdapterLoad) -> None:
-        """Put an adapter into its place, and tell the scheduler."""
+        """Put an adapter into its place, and send its end to the scheduler."""
         self._call(self._load(scheduler, asked, self._incarnation))
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pkgutil import resolve_name
 from typing import Any
@@ -112,13 +113,15 @@ class TorchBackend:
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
-        self._speculation = speculation_of(self._slots.tokens) if options.max_drafts else None
+        self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
+        # the ranks of a group find the same drafts, each on its own: without grammars, which the last one has
+        forced = partial(self._host_rows.forced, self._slots.tokens if alone else None)
+        self._speculation = speculation_of(self._slots.tokens, forced) if options.max_drafts else None
         if self._speculation is not None:
             self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
         self._batches = BatchBuilder(
             self._slots, cache, deterministic=exact, sequences=kinds.sequences, adapters=self.adapters
         )
-        self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1

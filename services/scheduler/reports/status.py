@@ -96,6 +96,7 @@ def counted(state: State) -> Counted:
         Count.ACCEPTED_TOKENS: counters.accepted_tokens,
         Count.PREEMPTIONS: counters.preemptions,
         Count.MOVES: counters.moves,
+        Count.ADAPTER_LOADS: counters.adapter_loads,
         Count.ROLE_CHANGES: counters.role_changes,
         Count.PREDICTED_TIME: counters.predicted_us,
         Count.BUDGET: counters.budget_tokens,
@@ -180,6 +181,15 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "in_flight": len(executor.in_flight),
         **_adapters(executor),
     }
+
+
+def _adapter_points(state: State) -> Iterator[MetricPoint]:
+    """The names of adapters, those with a waiting and those with a running sequence, as vLLM has them."""
+    if places := sum(executor.hello.adapter_places for executor in state.executors.values()):
+        waiting = {group.request.tokenized.adapter_name for group in state.waiting} - {""}
+        every = [s for executor in state.executors.values() for s in executor.running]
+        running = {s.request.tokenized.adapter_name for s in every} - {""}
+        yield Count.ADAPTERS.point(places, str(places), ",".join(sorted(waiting)), ",".join(sorted(running)))
 
 
 def _adapters(executor: Executor) -> dict[str, object]:
@@ -294,6 +304,7 @@ def _labelled(state: State) -> Iterator[MetricPoint]:
         yield Count.FINISHED.point(sequences, reason)
     for name, groups in queued(state).items():
         yield Count.QUEUED.point(groups, name)
+    yield from _adapter_points(state)
     for executor in state.executors.values():
         name = executor.hello.executor
         yield Count.RUNNING.point(len(executor.running), name)

@@ -50,12 +50,12 @@ def save_adapter(
 ) -> Path:
     """The folder with these matrices."""
     folder.mkdir(parents=True, exist_ok=True)
-    said = {
+    fields = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "bias": "none",
         "target_modules": [*targets], "base_model_name_or_path": "base", "inference_mode": True,
         "lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "modules_to_save": None,
     }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(said | config))
+    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 

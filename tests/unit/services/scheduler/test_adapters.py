@@ -41,7 +41,7 @@ def test_a_request_waits_for_its_adapter_while_others_run() -> None:
     world.finish()
     assert world.scheduler.state.counters.adapter_loads == 1
     decisions = world.readers_of("a")[0].closed.decisions  # type: ignore[union-attr]
-    assert [d.why for d in decisions if d.what == "adapter"] == ["x is in place 1 of executor.e1"]
+    assert [d.why for d in decisions if d.what == "load adapter"] == ["x is in place 1 of executor.e1"]
 
 
 def test_requests_share_the_place_of_their_adapter_and_a_name_with_new_weights_has_another() -> None:
@@ -86,7 +86,7 @@ def test_a_place_that_is_used_is_kept_and_the_least_useful_other_one_goes() -> N
     assert held(world) == {1: "x", 2: "z"}
 
 
-def test_without_a_free_place_a_request_waits_and_then_gets_one_although_others_keep_coming() -> None:
+def test_a_waiting_request_gets_a_place_although_others_keep_coming() -> None:
     world = World(SLOW)
     world.add_engine(adapter_places=1, slots=4, max_context=400, blocks=400)
     ask(world, "first", "x", max_tokens=6)
@@ -104,7 +104,7 @@ def test_without_a_free_place_a_request_waits_and_then_gets_one_although_others_
     world.finish()
 
 
-def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone_and_says_why() -> None:
+def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone_with_the_reason() -> None:
     world = World(SLOW)
     world.add_engine(adapter_places=1)
     world.broken_adapters.add("digest-x-1")

@@ -72,7 +72,7 @@ def bind(backend: TorchBackend, folders: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
-def test_rows_of_eight_adapters_and_of_none_are_those_of_merged_models(kind: str, tmp_path: Path) -> None:
+def test_logits_of_eight_adapters_and_of_none_equal_merged_models(kind: str, tmp_path: Path) -> None:
     targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if kind == "phi3" else None
     base = save_tiny(kind, tmp_path / "base")
     if targets is None:
@@ -96,7 +96,7 @@ def test_rows_of_eight_adapters_and_of_none_are_those_of_merged_models(kind: str
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_rows_of_adapters_are_those_of_merged_models_in_other_dtypes(dtype: str, tmp_path: Path) -> None:
+def test_logits_equal_merged_models_in_other_dtypes(dtype: str, tmp_path: Path) -> None:
     base = write_small_llama(tmp_path / "base", hidden=256, layers=3)
     folders = [write_adapter(base, tmp_path / f"a{i}", seed=i, size=0.3) for i in range(8)]
     try:
@@ -156,7 +156,7 @@ def test_a_place_has_the_adapter_that_was_bound_last(tmp_path: Path) -> None:
     assert found[3].equal(logits(backend, [1], {})[1])
 
 
-def test_an_engine_says_how_many_places_it_has(tmp_path: Path) -> None:
+def test_info_has_the_number_of_places(tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
     assert engine(base, places=3).info.adapter_places == 3
     without = engine(base, places=0)
@@ -183,12 +183,12 @@ WRONG: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("config", "why"), WRONG)
-def test_what_is_not_computed_is_refused_by_name(
+def test_config_is_refused_by_name_for_each_unsupported_field(
     config: dict[str, object], why: str, tmp_path: Path, base: TorchBackend
 ) -> None:
     folder = write_adapter(base._options.model_path, tmp_path / "a")
-    said = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(said | config))
+    before = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(before | config))
     with pytest.raises(BadRequest) as error:
         base.adapters.read(str(folder))
     assert why in error.value.message
