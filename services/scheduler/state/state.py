@@ -422,6 +422,8 @@ class SessionEvents:
     """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py,
     which the policy `sessions` puts in its place."""
 
+    learns: bool = False
+
     def on_verb(self, state: State, verb: SessionVerb) -> SessionAnswer:
         """A client asks for a session, or for something to be done with its blocks."""
         return SessionAnswer(state="unknown")
