@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.checkpoint import weights
-from services.executor.checkpoint.config import FAMILIES, from_gguf
+from services.executor.checkpoint.config import from_gguf
+from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Part, Shapes, describe
 from services.executor.quantised.gguf_values import FAST, FileMatrix, OpenFile, RowsInFile, dequantize
