@@ -31,7 +31,7 @@ from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.families import FAMILIES, Family, layer_kinds
 from services.executor.checkpoint.stored import scheme_of
 from services.executor.engine import LAST_TOKEN
-from services.executor.model.description import ExpertShapes, Options, Shapes
+from services.executor.model.description import GELU, ExpertShapes, Options, Shapes
 from shared.errors import SetupError
 from shared.vocab.files import read_metadata, unreadable, vector_settings
 
@@ -39,9 +39,11 @@ _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", 
 SUPPORTED = tuple(FAMILIES)
 # Far above any model's: with a damaged number the description or the rotations would take minutes.
 MOST_LAYERS, _MOST_DIM = 4096, 65_536
+_LAYERS_OF_27B = 62  # of Gemma 3 27B, which scales its queries by another size
 _GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
 _BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # as in llama.cpp
-IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
+_BY_GGUF = {family.gguf or kind: kind for kind, family in FAMILIES.items() if family.in_gguf}
+IN_GGUF = tuple(_BY_GGUF)
 
 
 def refuse(what: str, kinds: Sequence[str] = SUPPORTED) -> SetupError:
@@ -218,8 +220,12 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
             raise refuse(f"{key} {metadata[f'{kind}.{key}']} with heads of {head_dim}", IN_GGUF)
     theta = float(metadata.get(f"{kind}.rope.freq_base", 10000.0))
     context = int(metadata[f"{kind}.context_length"])
+    family, window = FAMILIES[_BY_GGUF[kind]], int(metadata.get(f"{kind}.attention.sliding_window", 0))
+    rotation = rope_fields(gguf_rope(metadata, kind, context), theta, head_dim, context)
+    if window and not family.windows:  # up to which both compute the same
+        rotation["max_context"] = min(rotation["max_context"], window)
     return _plausible(Shapes(
-        architecture=kind,
+        architecture=_BY_GGUF[kind],
         layers=int(metadata[f"{kind}.block_count"]),
         hidden=hidden,
         heads=heads,
@@ -229,13 +235,32 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         vocab=len(metadata["tokenizer.ggml.tokens"]),
         norm_eps=float(metadata[f"{kind}.attention.layer_norm_rms_epsilon"]),
         rope_theta=theta,
-        **rope_fields(gguf_rope(metadata, kind, context), theta, head_dim, context),
-        sliding_window=int(metadata.get(f"{kind}.attention.sliding_window", 0)),
+        **rotation,
+        sliding_window=0 if family.full_each else window,
+        options=_gguf_options(family, metadata, kind, head_dim) if family.gguf else Options(),
         tied="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
     ))  # fmt: skip
+
+
+def _gguf_options(family: Family, metadata: Mapping[str, Any], kind: str, head_dim: int) -> Options:
+    """Options of a family with a name of its own in GGUF files. What these leave out is as in llama.cpp."""
+    hidden, heads = int(metadata[f"{kind}.embedding_length"]), int(metadata[f"{kind}.attention.head_count"])
+    layers, window = int(metadata[f"{kind}.block_count"]), int(metadata[f"{kind}.attention.sliding_window"])
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": hidden // heads if layers == _LAYERS_OF_27B else head_dim,
+    }
+    kinds = layer_kinds(config, family.full_each)
+    return Options(
+        windows=tuple(window * windowed for windowed in kinds),
+        local_rope=(float(metadata.get(f"{kind}.rope.freq_base_swa", 10000.0)), ()),
+        **{"act": GELU, **family.computes(config), "norm_offset": 0.0},
+    )
 
 
 def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -453,6 +478,7 @@ _GGUF_READ = frozenset((
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
+    "rope.freq_base_swa",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "pooling_type",
 ))  # fmt: skip

@@ -57,6 +57,7 @@ class Family:
     full_each: int = 0  # each so many-th layer has no window; 0: all have one
     window_switch: bool = False  # a sliding window needs use_sliding_window
     in_gguf: bool = False
+    gguf: str = ""  # the architecture in GGUF files, if it is not the model type; norms have the offset there
     interleaved: bool = False  # GGUF files have q and k for a rotation of neighbours
 
 
@@ -65,8 +66,9 @@ def _mlp_bias(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gemma(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    by = float(config["query_pre_attn_scalar"])
     return {
-        "attention_scale": float(config["query_pre_attn_scalar"]) ** -0.5,
+        "attention_scale": 0.0 if by == config["head_dim"] else by**-0.5,
         "attention_cap": _number(config, "attn_logit_softcapping", 0.0),
         "logit_cap": _number(config, "final_logit_softcapping", 0.0),
         "embedding_scale": float(config["hidden_size"]) ** 0.5,
@@ -270,7 +272,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         reads=_BIAS | _GEMMA_KEYS | _PATTERN | {"rope_local_base_freq"},
         options={"qk_norm": True}, computes=_gemma, tensors=_GEMMA_NORMS, architecture="gemma3forcausallm",
-        act="hidden_activation", acts=_GELU, full_each=6, fixed=_GEMMA_FIXED,
+        act="hidden_activation", acts=_GELU, full_each=6, fixed=_GEMMA_FIXED, in_gguf=True, gguf="gemma3",
     ),
     "gpt_oss": Family(
         defaults={

@@ -178,7 +178,7 @@ class Attend:
         each = values.x.view(tokens, -1, self.op.dim)
         rows = batch.rows[layer]
         query = self.operators.rotate_and_write(each, values.rotations[self.table], kv, rows, self.op.heads)
-        values.x = self.operators.attend(query, kv, layer, batch, self.scoring).view(tokens, -1)
+        values.x = self.operators.attend(query, kv, layer, batch, self.scoring).reshape(tokens, -1)
 
 
 class _Experts:

@@ -50,6 +50,8 @@ _LAYER = {
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
+    "attention_post_norm": "post_attention_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _INTERLEAVED = ("q", "k", "q_bias", "k_bias")

@@ -131,6 +131,10 @@ _OPTIONED = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
+    "gemma3-six": _causal(  # as GGUF files have it
+        "Gemma3", **{**_GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
+        tie_word_embeddings=True,
+    ),
     "gpt-oss": _causal(
         "GptOss", **_WINDOWED, head_dim=16, num_local_experts=5, num_experts_per_tok=2,
         rope_parameters={**_YARN, "truncate": False},

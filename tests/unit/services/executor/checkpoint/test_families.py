@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.executor.plan_maker import GREEDY, PlanMaker, Row
+from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import (
     OPTIONED,
     VOCAB,
@@ -28,7 +29,8 @@ LIMIT = 1e-6
 
 def engine(kind: str, folder: Path, **options: object) -> PlanMaker:
     chosen = {"dtype": "f32", "device": "cpu", "blocks": 64, "slots": 20, "threads": 1, **options}
-    return PlanMaker(build(TorchOptions(model_path=save_tiny(kind, folder), model_name=kind, **chosen)))
+    path = chosen.pop("model_path", None) or save_tiny(kind, folder)
+    return PlanMaker(build(TorchOptions(model_path=path, model_name=kind, **chosen)))
 
 
 def divergence(reference: torch.Tensor, found: torch.Tensor) -> float:
@@ -91,3 +93,44 @@ def _divergence_of(
         raise
     maker.open(0, random_tokens(61, 1), GREEDY, logprobs=VOCAB + 1)
     return divergence(wanted, full_logprobs(maker.run([Row(0, 0, 61, feeds=(0,))])))
+
+
+@pytest.mark.parametrize("chunks", [(61,), (30, 31), (19, 1, 41)])
+def test_gemma3_in_a_gguf_file_equals_transformers(chunks: tuple[int, ...], tmp_path: Path) -> None:
+    kind, tokens = "gemma3-six", random_tokens(61, 1)
+    maker = engine(kind, tmp_path, model_path=write_gguf(kind, tmp_path / "m.gguf"))
+    maker.open(0, tokens, GREEDY, logprobs=VOCAB + 1)
+    reference, end = reference_logprobs(kind, tokens), 0
+    for count in chunks:
+        found = full_logprobs(maker.run([Row(0, end, count, feeds=(0,))]))
+        end += count
+        assert divergence(reference[end - 1 : end], found) < LIMIT
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt-oss", "cohere2", "starcoder2"])
+@pytest.mark.parametrize(
+    "options", [{"deterministic": True}, {"dtype": "bf16"}], ids=["deterministic", "bf16"]
+)
+def test_other_modes_of_an_engine_compute_the_options(
+    kind: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    tokens, limit = random_tokens(61, 1), 5e-3 if options.get("dtype") == "bf16" else LIMIT
+    maker = engine(kind, tmp_path, **options)
+    maker.open(0, tokens, GREEDY, logprobs=VOCAB + 1)
+    reference = reference_logprobs(kind, tokens)
+    for start, count in ((0, 44), (44, 17)):
+        found = full_logprobs(maker.run([Row(0, start, count, feeds=(0,))]))
+        assert divergence(reference[start + count - 1 : start + count], found) < limit
+
+
+@pytest.mark.parametrize("kind", OPTIONED)
+def test_torch_operators_compute_the_options_as_well(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.executor.cpu.engine.COMPILED", {})
+    tokens, maker = random_tokens(61, 1), engine(kind, tmp_path)
+    reference = reference_logprobs(kind, tokens)
+    maker.open(0, tokens, GREEDY, logprobs=VOCAB + 1)
+    for start, count in ((0, 40), (40, 20), (60, 1)):
+        found = full_logprobs(maker.run([Row(0, start, count, feeds=(0,))]))
+        assert divergence(reference[start + count - 1 : start + count], found) < LIMIT
