@@ -22,6 +22,7 @@ from services.scheduler.state import requests
 from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared import messages
+from shared.codec import open_of
 from shared.errors import drain_over
 from shared.kv_blocks import choice_seed, rendezvous
 from shared.telemetry.traces import Reply
@@ -183,30 +184,14 @@ def _scored_tokens(
 def _open(sequence: requests.Sequence, held: int) -> messages.Open:
     """The Open of a sequence with its first `held` generated tokens."""
     request, tokenized = sequence.request, sequence.request.tokenized
-    return messages.Open(
+    begin = sequence.prompt_tokens
+    return open_of(
+        tokenized,
         seq=sequence.seq,
-        request=tokenized.request,
         attempt=request.attempt,
-        tenant=tokenized.tenant,
-        model=tokenized.model,
-        inbox=tokenized.inbox,
         choice=sequence.choice,
-        choices=tokenized.n,
-        stream=tokenized.stream,
-        format=tokenized.format,
-        stop=tokenized.stop,
-        include_stop=tokenized.include_stop,
-        logprobs=tokenized.logprobs,
-        received_wall_us=tokenized.received_wall_us,
-        prompt_tokens=sequence.prompt_tokens,
-        tokens=sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + held],
-        include_usage=tokenized.include_usage,
-        parent_span=tokenized.parent_span,
-        stop_ids=tokenized.stop_ids,
-        min_tokens=tokenized.min_tokens,
-        answer_format=tokenized.answer_format,
-        most_calls=tokenized.most_calls,
-        run=tokenized.run,
+        prompt_tokens=begin,
+        tokens=sequence.tokens[begin : begin + held],
     )
 
 

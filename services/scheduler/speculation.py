@@ -140,7 +140,10 @@ def _asked(executor: Executor, shape: StepShape) -> dict[Sequence, int]:
             _begin(executor, s)
         elif chosen:
             drafting.choose(pace.least_pm, most)
-        if drafting.quiet >= QUIET or not (drafting.count or _tries(pace, drafting, step)):
+        is_quiet = (
+            drafting.quiet >= QUIET and not s.request.tokenized.grammar
+        )  # it forces tokens now and then
+        if is_quiet or not (drafting.count or _tries(pace, drafting, step)):
             pace.ask_in_turn(row)
         else:
             pace.asked.append(row)

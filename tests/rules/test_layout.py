@@ -28,8 +28,9 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap",
-            "preemption", "prefix_cache", "recovery", "results", "sessions", "speculation", "step_planner",
+            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding",
+            "overlap", "preemption", "prefix_cache", "recovery", "results", "sessions", "speculation",
+            "step_planner",
         ),
         ("core",),
         ("reports",),
