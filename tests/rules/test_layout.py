@@ -44,6 +44,7 @@ LAYERS = {
         ("kv_transfer", "sim", "adapters"),
         ("cpu", "cuda"),
         ("encoder", "group"),
+        ("build",),
         ("actor",),
     ),
 }  # fmt: skip

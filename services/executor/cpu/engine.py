@@ -1,6 +1,6 @@
 """The torch engine implements Backend: it joins weights, paged KV, slots, forward pass and sampler.
 
-services/executor/actor.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
+services/executor/build.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
 reference for the CUDA engine.
 
 The forward pass on a CPU: the embedding, the steps of a model's description, the head of the sampled rows.
