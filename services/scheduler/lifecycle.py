@@ -59,6 +59,7 @@ def on_request(
     set_start_deadline(state, request)
     request.sequences = [new_sequence(state, request, choice) for choice in range(tokenized.n)]
     state.requests[key] = request
+    state.sessions.on_request(state, request)
     state.quotas.charge(tokenized.tenant, state.now_us, requests=1, tokens=len(tokenized.tokens))
     for executor in state.executors.values():  # hash the prompt now, not while a step waits for the plan
         if executor.hello.model == tokenized.model:
@@ -328,6 +329,7 @@ def on_ended(state: State, source: str, message: messages.Ended) -> None:
     if source != f"detokenizer.{sequence.request.shard}":
         return
     sequence.final, sequence.reason = min(message.index, sequence.final), message.reason
+    sequence.request.calls += message.calls
     if message.sent_wall_us:
         sequence.request.reply = Reply(
             first_us=message.first_wall_us, built_us=message.built_wall_us, sent_us=message.sent_wall_us
@@ -370,6 +372,7 @@ def forget(state: State, sequence: requests.Sequence) -> None:
         state.requests.pop(request.key, None)
         state.suspects.discard(request.key)
         _count_usage(state, request)
+        state.sessions.on_ended(state, request)
         state.ended.add(
             request.key,
             requests.EndedRequest(
@@ -400,6 +403,8 @@ def _close(state: State, sequence: requests.Sequence, final: int, reason: str) -
     state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
     state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
     if sequence.phase is requests.Phase.RUNNING:
+        if (executor := state.executors.get(sequence.executor)) is not None:
+            state.sessions.on_closed(state, executor, sequence)
         headroom.withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
