@@ -39,7 +39,6 @@ from services.executor.engine import (
     BackendInfo,
     Copier,
     Drafts,
-    HostSegmentTimer,
     Pending,
     Speculation,
     StepOutput,
@@ -60,7 +59,7 @@ from services.executor.model.program import (
     shaped,
     steps_of,
 )
-from services.executor.parallel.coroutines import CommThread, ForwardPass, run_alone
+from services.executor.parallel.coroutines import CommThread, ForwardPass, HostSegmentTimer, run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.grammar import GRAMMARS, HostRows
