@@ -68,7 +68,7 @@ from services.executor.cuda.kernel_configs import (
     row_by_row,
     with_tma,
 )
-from services.executor.cuda.model import CudaModel
+from services.executor.cuda.optioned import model_of
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -121,7 +121,7 @@ class CudaBackend:
             tuning = for_large_heads(tuning)
         if options.deterministic:
             tuning = row_by_row(tuning)
-        elif cache.activations == torch.bfloat16:
+        elif cache.activations == torch.bfloat16 and not shapes.has_options:
             tuning = with_tma(tuning, shapes.head_dim, cache.block_tokens)
         most = max(options.max_step_tokens, options.slots)
         queries, processors = 1 + self.info.max_drafts, properties.multi_processor_count
@@ -148,7 +148,7 @@ class CudaBackend:
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context,
             device, shapes.vocab, drafts=drafts,
         )  # fmt: skip
-        model = CudaModel(loaded, works, tuning, options.slots)
+        model = model_of(loaded, works, tuning, options.slots)
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)
