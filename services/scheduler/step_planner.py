@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pkgutil import resolve_name
 
-from services.scheduler import overlap, preemption, prefix_cache
+from services.scheduler import headroom, overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.lookups import executor_of
 from services.scheduler.overlap import MIN_SEEN, balance
@@ -296,7 +296,10 @@ def _add_chunk(
         return
     alone = sequence.request.tokenized.n == 1
     children = [] if alone else [s for s in executor.running if s.parent is sequence]
+    drafts = executor.hello.max_drafts and sequence.request.tokenized.speculate
     for sampled in (sequence, *children):
+        if drafts:
+            executor.drafting.begin(sampled, executor.hello.slots)
         columns.sample_rows.append(row)
         columns.sample_slots.append(sampled.slot)
         columns.sampled.append((sampled, sampled.placement))
@@ -474,7 +477,7 @@ def is_room_coming(state: State, executor: Executor) -> bool:
         return True
     if state.now_us - executor.hold.since_us < HELD_LOOPS * loop_us:
         return False
-    if max(preemption.shortfall(state, executor, group)) > 0:
+    if max(headroom.shortfall(state, executor, group)) > 0:
         return False
     executor.hold.step, executor.hold.since_us = executor.step, state.now_us
     return True
@@ -544,7 +547,7 @@ class StepColumns:
     forks: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
     shape: StepShape = NO_ROWS  # for the cost model
-    drafts: int = 0  # that rows may have
+    drafts: dict[int, int] = field(default_factory=dict)  # how many rows may have, by index
     found_drafts: int = 0  # of these, as many as are likely to be found
     two_stream: bool = False
 

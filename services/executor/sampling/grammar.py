@@ -21,14 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine import ReportGrammar, ignore_grammar_news
-from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines
+from services.executor.engine import HostRow, MakeProcessor, ReportGrammar, ignore_grammar_news
 from services.executor.sampling.sampler import Sampler
 from shared.messages import ROW_REFUSED, SlotOpen
 from shared.vocab.vocabulary import Vocabulary
 
 GRAMMARS = {  # the kind of Grammars that an engine has
     "llguidance": "services.executor.sampling.grammar_matchers:CompiledGrammars",
+}
+PROCESSORS = {  # what runs the logits processors of slots
+    "python": "services.executor.sampling.logits_processors:ProcessorPipelines",
 }
 _NO_GRAMMARS = f"{ROW_REFUSED}this engine follows no grammar: ask one that does"
 Tokens = Callable[[int], Sequence[int]]  # a slot's tokens so far
@@ -70,6 +72,11 @@ class Grammars:
         masks[[*places.values()]] = -1
         return dict.fromkeys(places, _NO_GRAMMARS)
 
+    def forced(self, tokens: Tokens, slot: int, most: int) -> Sequence[int]:
+        """At most so many tokens that a slot's grammar hardly leaves open, after its `tokens`. For a thread
+        that no other one samples the slot beside."""
+        return ()
+
     def choose(
         self, sampler: Sampler, logits: Tensor, slots: list[int], positions: list[int], tokens: Tokens
     ) -> HostWork:
@@ -93,7 +100,7 @@ class HostRows:
     the rest for the host thread."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], grammars: Grammars, device: torch.device) -> None:
-        self._pipelines = ProcessorPipelines(known)
+        self._pipelines = resolve_name(PROCESSORS["python"])(known)
         self._grammars = grammars
         self._stream: torch.cuda.Stream | None = None
         self._marks = device.type == "cuda"
@@ -145,6 +152,10 @@ class HostRows:
     def has_grammar(self, slots: Sequence[int]) -> bool:
         """Whether a slot of these has a grammar."""
         return bool(self._grammars.rows_of(slots))
+
+    def forced(self, tokens: Tokens | None, slot: int, most: int) -> Sequence[int]:
+        """See Grammars.forced; without `tokens` none are."""
+        return () if tokens is None else self._grammars.forced(tokens, slot, most)
 
     def write_masks(
         self, slots: Sequence[int], tokens: Tokens, masks: NDArray[np.int32]
