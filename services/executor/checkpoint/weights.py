@@ -618,7 +618,7 @@ class _StackedExperts:
     """The same of one tensor, `[experts, in, out]`, in which rows of gate and up alternate; or its bias."""
 
     tensors: _Tensors
-    names: _Names
+    names: TensorNames
     part: str
     layer: int
 
