@@ -102,7 +102,7 @@ class CudaModel:
     ) -> None:
         """`most`: sampled rows in a step. Raises SetupError for a model that it does not compute."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
-        check_layers(d.describe(shapes).layers)
+        self.check(loaded)
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
         self._ranks, self._most = loaded.ranks, most
         self._last = loaded.stage.last
@@ -125,6 +125,10 @@ class CudaModel:
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1, shapes.rope_gain).to(kv.device)
+
+    def check(self, loaded: Loaded) -> None:
+        """Raises SetupError for a layer that is not computed."""
+        check_layers(d.describe(loaded.shapes).layers)
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights in the memory of the device. Tied ones occur twice."""
