@@ -1,6 +1,6 @@
 """The torch engine implements Backend: it joins weights, paged KV, slots, forward pass and sampler.
 
-services/executor/actor.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
+services/executor/build.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
 reference for the CUDA engine.
 
 The forward pass on a CPU: the embedding, the steps of a model's description, the head of the sampled rows.
@@ -39,7 +39,6 @@ from services.executor.engine import (
     BackendInfo,
     Copier,
     Drafts,
-    HostSegmentTimer,
     Pending,
     Speculation,
     StepOutput,
@@ -60,7 +59,7 @@ from services.executor.model.program import (
     shaped,
     steps_of,
 )
-from services.executor.parallel.coroutines import CommThread, ForwardPass, run_alone
+from services.executor.parallel.coroutines import CommThread, ForwardPass, HostSegmentTimer, run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.grammar import GRAMMARS, HostRows
