@@ -36,6 +36,7 @@ from typing import Any
 
 from services.detokenizer.text import Delta, Mark, SequenceStream, merged
 from shared import messages
+from shared.codec import open_of
 from shared.errors import HeadraceError, Moved
 from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
@@ -578,30 +579,8 @@ class OpenRequests:
 
 def opened_of(tokenized: messages.Tokenized, choice: int) -> messages.Open:
     """An Open for a choice of an adopted request; `seq` is -1 until a scheduler opens it."""
-    return messages.Open(
-        seq=-1,
-        request=tokenized.request,
-        attempt=tokenized.attempt,
-        tenant=tokenized.tenant,
-        model=tokenized.model,
-        inbox=tokenized.inbox,
-        choice=choice,
-        choices=tokenized.n,
-        stream=tokenized.stream,
-        format=tokenized.format,
-        stop=tokenized.stop,
-        include_stop=tokenized.include_stop,
-        min_tokens=tokenized.min_tokens,
-        logprobs=tokenized.logprobs,
-        received_wall_us=tokenized.received_wall_us,
-        prompt_tokens=len(tokenized.tokens),
-        include_usage=tokenized.include_usage,
-        parent_span=tokenized.parent_span,
-        stop_ids=tokenized.stop_ids,
-        answer_format=tokenized.answer_format,
-        most_calls=tokenized.most_calls,
-        run=tokenized.run,
-    )
+    attempt, prompt_tokens = tokenized.attempt, len(tokenized.tokens)
+    return open_of(tokenized, seq=-1, attempt=attempt, choice=choice, prompt_tokens=prompt_tokens)
 
 
 @dataclass(slots=True)

@@ -117,6 +117,10 @@ class SchedulerActor(Actor):
         kind, _, actor = source.partition(".")
         self._handle(_lost(kind, actor))
 
+    def on_broker(self, online: bool) -> None:
+        if online:
+            self._handle(requests.BrokerBack())
+
     def on_stream_lost(self, source: str) -> None:
         self._handle(requests.StreamLost(source))
 

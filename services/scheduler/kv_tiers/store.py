@@ -82,6 +82,8 @@ def copy_dirty(state: State, executor: Executor) -> bool:
 
 def needs_ticks(state: State) -> bool:
     """True while there is no request and eager copies are possible: the actor then sends ticks."""
+    if state.sessions.wants_ticks():
+        return True
     idle = not state.requests and not state.draining and state.reuse.most_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
@@ -396,10 +398,11 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         block = next(dirty if kept < MAX_JUDGED else stable, None)
         if block is None and (block := next(stable, None)) is None:
             break
-        seq, at, tenant = pool.owner_of[block]
+        seq, at, tenant, length = pool.owner_of[block]
         group = seq, at // JUDGED_TOGETHER
         if group not in verdicts:
-            view = _view(state, executor, conditions, group, state.reuse.chance_pm(tenant))
+            chance_pm = state.sessions.chance_pm(state, seq, at, tenant)
+            view = _view(state, executor, conditions, seq, chance_pm, length)
             verdicts[group] = judge(view), view.preempted
         what, preempted = verdicts[group]
         if what == "drop" and pool.give_up(block):
@@ -433,16 +436,18 @@ def _expected_us(executor: Executor) -> int:
 
 
 def _view(
-    state: State, executor: Executor, conditions: _Conditions, group: tuple[int, int], chance_pm: int
+    state: State, executor: Executor, conditions: _Conditions, seq: int, chance_pm: int, length: int
 ) -> OffloadView:
-    preempted = is_preempted(state, group[0])
+    """`length`: blocks of the sequence. Each of them has the price of the last one, since without the first
+    the others are of no use: the first ones, computed fast, would be dropped after the others were copied."""
+    preempted = is_preempted(state, seq)
     return OffloadView(
         preempted=preempted,
         pressed=conditions.pressed > 0,
         idle=not executor.down.pending_jobs,
         chance_pm=1000 if preempted else chance_pm,
         copy_us=conditions.preempted_us if preempted else conditions.copy_us,
-        recompute_us=conditions.recompute.block_us(group[1] * JUDGED_TOGETHER),
+        recompute_us=conditions.recompute.block_us(length - 1),
     )
 
 

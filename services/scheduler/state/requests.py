@@ -62,6 +62,7 @@ class Request:
     model_digest: str = ""  # of the executors that have generated its tokens, or are expected to
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
+    calls: tuple[str, ...] = ()  # names of the functions that its answers call
     promotions: int = 0  # classes that it has risen by aging
     executor_deaths: int = 0  # deaths of executors that it may have caused: see ../admission.py
     acquittals: int = 0  # of these deaths, later found to be none
@@ -590,6 +591,11 @@ class StreamLost:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokerBack:
+    """The broker was away: requests may have been sent meanwhile that nothing here has seen."""
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadReady:
     """A kv_offload is ready, or is a new incarnation of itself; its arena serves executors of its host."""
 
@@ -650,6 +656,7 @@ Event = (
     | PeerDraining
     | PeerLost
     | StreamLost
+    | BrokerBack
     | OffloadReady
     | OffloadLost
     | Ticked

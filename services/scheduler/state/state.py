@@ -424,6 +424,35 @@ class SessionEvents:
 
     learns: bool = False
 
+    def on_request(self, state: State, request: Request) -> None:
+        """A request has come, before the keys of its prompt are computed."""
+
+    def on_admitted(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A new prompt starts, and has its cached blocks."""
+
+    def on_closed(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A running sequence ends, and still has its blocks."""
+
+    def on_ended(self, state: State, request: Request) -> None:
+        """The last choice of a request is over, and the functions that its answer calls are known."""
+
+    def on_event(self, state: State) -> None:
+        """After each event."""
+
+    def on_cut(self, state: State) -> None:
+        """Peers or messages were lost: requests may have come and not been seen."""
+
+    def on_evicted(self, state: State) -> None:
+        """A tier below has evicted blocks."""
+
+    def chance_pm(self, state: State, seq: int, at: int, tenant: str) -> int:
+        """The chance that the block is used again which was entry `at` of the table of sequence `seq`."""
+        return state.reuse.chance_pm(tenant)
+
+    def wants_ticks(self) -> bool:
+        """Whether something is left to do without an event."""
+        return False
+
     def on_verb(self, state: State, verb: SessionVerb) -> SessionAnswer:
         """A client asks for a session, or for something to be done with its blocks."""
         return SessionAnswer(state="unknown")

@@ -34,7 +34,7 @@ def test_agents_compute_each_token_once_in_memory_without_limit(load: Load) -> N
 def test_agents_compute_tokens_again_where_memory_is_short() -> None:
     load = replace(LOAD, programs=6, at_once=6, compact_at=14_000)
     row = figures_of(world_of(load, replace(MACHINE, blocks=2_000)))
-    assert row["recomputed"] > row["needed"] // 8
+    assert row["recomputed"] > row["needed"] // 16
 
 
 def test_agents_are_the_same_in_two_runs_of_a_seed_and_differ_by_seed() -> None:
@@ -68,9 +68,8 @@ def test_sub_agents_run_while_their_parent_waits_and_carry_its_name() -> None:
 
 
 def test_log_normal_draws_stay_between_their_bounds() -> None:
-
     rng = random.Random(1)
     drawn = sorted(FIRST.draw(rng) for _ in range(999))
     assert FIRST.least <= drawn[0] < drawn[-1] <= FIRST.most
     assert abs(drawn[499] - FIRST.median) < 100
-    assert LogNormal(5, 0, 1, 9).draw(rng) == 5
+    assert LogNormal(5, 0, 6, 9).draw(rng) == 6
