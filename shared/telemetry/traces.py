@@ -330,7 +330,7 @@ def _root(facts: RequestFacts, at: _Times, end_us: int) -> SpanData:
 
 def _session(close: Close) -> dict[str, Value]:
     """The session that a request continues, and where the blocks of its prompt came from, in tokens."""
-    name = next((d.why.partition(",")[0] for d in close.decisions if d.what == SESSION_DECISION), "")
+    name = next((d.why.partition(" ")[0] for d in close.decisions if d.what == SESSION_DECISION), "")
     if not name:
         return {}
     found = [dict(d.numbers) for d in close.decisions if d.what in (ADMIT_DECISION, RESTORE_DECISION)]

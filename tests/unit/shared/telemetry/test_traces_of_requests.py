@@ -123,7 +123,7 @@ def test_spans_have_the_facts_of_the_request() -> None:
     assert by_name["send"].attributes["messaging.destination.name"] == "_INBOX.x"
 
 
-SESSION = Decision(at_us=0, what="session", why="8d5b, by its tip", numbers=(("idle_us", 90),))
+SESSION = Decision(at_us=0, what="session", why="8d5b by its tip, after shell", numbers=(("idle_us", 90),))
 ADMIT = Decision(at_us=100, what="admit", why="room", numbers=(("hit_tokens", 32),))
 
 
