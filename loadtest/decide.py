@@ -1,11 +1,15 @@
 """Measures how long the scheduler takes to decide, with 256 running and 200 or 2,000 waiting requests.
 
     python -m loadtest.decide [--steps 1000] [--repeats 5] [--clients 50] [--out OUT] [--profile]
+    python -m loadtest.decide --drafts [--steps 500] [--repeats 9]
 
 `decide` is the admission and planning after each event; `decide_step` is the same after the result of a step,
 the only event with much to decide; `handle` is the whole event. Requests arrive and end all the time, so
 that both numbers stay constant. The engine is a fake that answers each plan at once; its time and the
 building of requests are not counted.
+
+`--drafts` compares an engine without drafts with one that finds none, and with one whose drafts are too dear:
+the best repeat of each event, and the bytes of a plan with its result.
 
 The run is repeated with the same events. Times are wall times. The time of an event is the median of its
 repeats, because other processes use the core, too; quantiles are over the events. `once_p99_us` is that of
@@ -23,7 +27,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loadtest.command_line import parser_of, report
@@ -31,10 +35,12 @@ from services.scheduler.core import Scheduler, decide
 from services.scheduler.state.requests import Arrived, Event, PeerReady, Send
 from services.scheduler.state.state import Limits
 from shared.actor.runtime import settle_garbage_collector
+from shared.codec import Envelope, encode
 from shared.messages import Close, Ended, ExecHello, StepPlan, StepResult, Tokenized, ints
 
 RUNNING, PROMPT_TOKENS, ANSWER_TOKENS, BLOCKS = 256, 512, 200, 65_536
 WARM_STEPS = 200
+DRAFTS = {"off": (0, 3_000), "none found": (8, 0), "too dear": (8, 3_000)}  # most of a row, us of a row
 GROWS = ("p50_us", "mean_us", "p99_us")
 STEP_US = 10_000
 
@@ -45,16 +51,19 @@ class Loaded:
 
     waiting: int
     clients: int
+    drafts: str = ""  # of DRAFTS
     now_us: int = 0
     asked: int = 0
     spent: dict[str, list[int]] = field(default_factory=dict)  # by event, ns
     plans: deque[StepPlan] = field(default_factory=deque)
     closed: deque[Close] = field(default_factory=deque)
+    wire_bytes: list[int] = field(default_factory=list)  # of each plan with its result
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(Limits(step_tokens=8_192, max_waiting=10_000, max_waiting_tokens=10**9))
         self.handle(PeerReady("detokenizer", "d", 1))
-        self.handle(Arrived("executor.e", _hello()))
+        most, self.row_us = DRAFTS.get(self.drafts, (0, 0))
+        self.handle(Arrived("executor.e", replace(_hello(), max_drafts=most)))
         while self.asked < RUNNING + self.waiting:
             self.ask()
         self.spent.clear()
@@ -64,7 +73,12 @@ class Loaded:
         for _ in range(steps):
             plan = self.plans.popleft()
             self.now_us += STEP_US
-            self.handle(Arrived("executor.e", _result(plan, self.now_us)))
+            result = _result(plan, self.now_us)
+            if self.row_us:
+                result = replace(result, forward_us=STEP_US + self.row_us * len(plan.slots))
+            if self.drafts:
+                self.wire_bytes.append(sum(len(encode(Envelope("e", 1, 1, each))) for each in (plan, result)))
+            self.handle(Arrived("executor.e", result))
             while self.closed:
                 close = self.closed.popleft()
                 self.handle(
@@ -149,6 +163,25 @@ def measure(steps: int, clients: int, repeats: int) -> dict[str, dict[str, Any]]
     return found
 
 
+def measure_drafts(steps: int, clients: int, repeats: int) -> dict[str, dict[str, float]]:
+    """The mean, median and p99 of an event and the mean bytes of a step, each also relative to no drafts."""
+    spent: dict[str, list[list[int]]] = {name: [] for name in DRAFTS}
+    figures: dict[str, dict[str, float]] = {name: {} for name in DRAFTS}
+    for _ in range(repeats):
+        for name, runs in spent.items():
+            load = Loaded(200, clients, name)
+            _run(load, steps)
+            runs.append(load.spent["decide_step"])
+            figures[name]["wire_bytes"] = round(statistics.mean(load.wire_bytes[-steps:]), 1)
+    for name, runs in spent.items():
+        took_us = [min(times) / 1_000 for times in zip(*runs, strict=True)]
+        quantiles = statistics.mean(took_us), statistics.median(took_us), _p99(took_us)
+        figures[name] |= dict(zip(("mean_us", "p50_us", "p99_us"), quantiles, strict=True))
+        for what in ("wire_bytes", "mean_us", "p50_us", "p99_us"):
+            figures[name][f"times_{what}"] = round(figures[name][what] / figures["off"][what], 3)
+    return figures
+
+
 def _run(load: Loaded, steps: int) -> None:
     load.run(WARM_STEPS)
     load.spent.clear()
@@ -196,7 +229,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--drafts", action="store_true")
     given = parser.parse_args()
+    if given.drafts:
+        report(measure_drafts(given.steps, given.clients, given.repeats), given.out)
+        return
     if given.profile:
         load, profile = Loaded(2_000, given.clients), cProfile.Profile()
         profile.runcall(load.run, given.steps)

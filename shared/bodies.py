@@ -21,6 +21,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict, is_typeddict
 
 from shared.errors import BadRequest, WireError
+from shared.session_hints import MAX_KEEP_S
 
 T = TypeVar("T")
 Json = dict[str, Any]  # of another definition: a public request, an answer, an object of OpenAI
@@ -227,7 +228,6 @@ ServiceStatus = TypedDict("ServiceStatus", {
 })
 
 # A verb for a session. `ttl_s`: of `keep`; `tree`: of `release`: the sessions that it started, too
-MAX_KEEP_S = 86_400
 SessionAsked = TypedDict("SessionAsked", {
     "do": Annotated[
         Literal["state", "release", "prefetch", "keep"], _else("state, release, prefetch or keep is expected")
@@ -243,15 +243,20 @@ SessionAsked = TypedDict("SessionAsked", {
 Seconds = Annotated[float, Field(ge=0)]
 SessionState = TypedDict("SessionState", {
     "state": Name, "tokens": Count, "device": Count, "l1": Count, "l2": Count,
-    "will": NotRequired[str], "why": NotRequired[str], "id": NotRequired[str], "session": NotRequired[str],
-    "tenant": NotRequired[str], "tool": NotRequired[str], "idle_s": NotRequired[Seconds],
-    "kept_s": NotRequired[Seconds], "returns_p50_s": NotRequired[Seconds],
-    "returns_p90_s": NotRequired[Seconds], "load_s": NotRequired[Seconds], "compute_s": NotRequired[Seconds],
+    "will": NotRequired[str], "why": NotRequired[str], "scheduler": NotRequired[str],
+    "id": NotRequired[str], "session": NotRequired[str], "tenant": NotRequired[str],
+    "tool": NotRequired[str], "idle_s": NotRequired[Seconds], "kept_s": NotRequired[Seconds],
+    "returns_p50_s": NotRequired[Seconds], "returns_p90_s": NotRequired[Seconds],
+    "load_s": NotRequired[Seconds], "compute_s": NotRequired[Seconds],
 })
+
+# Why a request was refused
+Refused = TypedDict("Refused", {"error": Json})
 
 # The sessions of a scheduler, the least idle first, and what it has learned
 Sessions = TypedDict("Sessions", {
-    "id": Name, "model": NotRequired[str], "data": list[SessionState], "summary": NotRequired[Json],
+    "id": Name, "fleet": NotRequired[str], "model": NotRequired[str], "data": list[SessionState],
+    "count": NotRequired[int], "summary": NotRequired[Json],
 })
 
 # Where the time of a request went; `unknown` requests have no more

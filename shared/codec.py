@@ -18,6 +18,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -382,6 +383,36 @@ _LAYOUTS = {layout.kind: layout for layout in _LAYOUT_OF.values()}  # by the kin
 
 KINDS = tuple(_LAYOUTS)
 assert isinstance(messages.Message, UnionType)
+
+
+def open_of(
+    tokenized: messages.Tokenized,
+    *,
+    seq: int,
+    attempt: int,
+    choice: int,
+    prompt_tokens: int,
+    tokens: messages.Ints | None = None,
+) -> messages.Open:
+    """The Open of a choice of a request. Fields that both messages have under one name are the request's;
+    `tokens` are those that are generated so far."""
+    shared = dict(zip(_OF_BOTH, _of_both(tokenized), strict=True))
+    return messages.Open(
+        seq=seq, attempt=attempt, choice=choice, choices=tokenized.n, prompt_tokens=prompt_tokens,
+        tokens=messages.ints() if tokens is None else tokens, **shared,
+    )  # fmt: skip
+
+
+_OWN = {"attempt", "tokens", "part", "parts", "echo", "prompt_logprobs"}  # fields that Open has for itself
+_OF_BOTH = tuple(
+    sorted(
+        {each.name for each in dataclasses.fields(messages.Open)}.intersection(
+            each.name for each in dataclasses.fields(messages.Tokenized)
+        )
+        - _OWN
+    )
+)
+_of_both = attrgetter(*_OF_BOTH)
 
 
 def validation_error(message: object) -> str:

@@ -201,15 +201,13 @@ class Tokenized:
     answer_format: str = (
         ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
     )
-    checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
+    savepoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
     most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
     run: int = 0  # of a durable request: the number of this run of it, from its keeper; 0: it has none
     speculate: bool = True  # its rows may have drafts: they change the time of its tokens alone
-    prediction: Ints = field(
-        default_factory=ints
-    )  # tokens that its answer may repeat: drafts are found there
+    prediction: Ints = field(default_factory=ints)  # its answer may repeat them: drafts are found there
     session: str = ""  # session_hints.name of its tenant and the client's id; empty: the client gave none
     parent: str = ""  # likewise, of the session that started this one
     session_final: bool = False  # no request of the session follows
@@ -273,7 +271,7 @@ class Claims:
     """tokenizer -> the others of its model, a few times a second: requests that the sender has taken, and
     requests that are done and need no takeover. Each is a 64-bit key (tokenizer/standby.py).
 
-    detokenizer -> the others of its model: requests that it has answered (detokenizer/backups.py)."""
+    detokenizer -> the others of its model: requests that it has answered (detokenizer/failover.py)."""
 
     taken: Longs = field(default_factory=longs)
     ids: tuple[str, ...] = ()  # of `taken`: the ids drawn for requests without a `request_id`

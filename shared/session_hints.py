@@ -88,7 +88,8 @@ def bad_hint(param: str, expected: str) -> BadRequest:
 # ---- fields of a body ---------------------------------------------------------------------------
 
 
-def _is_id(value: object) -> bool:
+def is_id(value: object) -> bool:
+    """Whether this may be the id of a session."""
     return isinstance(value, str) and len(value) <= MAX_ID_CHARS and bool(re.fullmatch(_ID, value))
 
 
@@ -103,8 +104,8 @@ def _checked(is_right: Callable[[Any], bool], expected: str, schema: Any) -> Pla
     return PlainValidator(check, schema)
 
 
-_AN_ID = f"1 to {MAX_ID_CHARS} printable ASCII characters are expected"
-SessionId = Annotated[str, _checked(_is_id, _AN_ID, Annotated[str, Field(pattern=_ID)])]
+AN_ID = f"1 to {MAX_ID_CHARS} printable ASCII characters are expected"
+SessionId = Annotated[str, _checked(is_id, AN_ID, Annotated[str, Field(pattern=_ID)])]
 A_TIME = f"a time of at most {MAX_KEEP_S // 3600}h is expected, as 300s, 5m or 24h"
 Retention = Annotated[
     str,
@@ -240,9 +241,9 @@ def _of_ours(row: Names, values: Mapping[str, str], body: Mapping[str, Any]) -> 
         if (value := values.get(member)) is None:
             continue
         header: str = getattr(row, member)
-        read = _YES_OR_NO.get(value.lower()) if member == "final" else value if _is_id(value) else None
+        read = _YES_OR_NO.get(value.lower()) if member == "final" else value if is_id(value) else None
         if read is None:
-            raise bad_hint(header, "true or false is expected" if member == "final" else _AN_ID)
+            raise bad_hint(header, "true or false is expected" if member == "final" else AN_ID)
         if name in body and body[name] != read:
             raise bad_hint(name, f"the header {header} has another value: send one of both")
         fields[name] = read
@@ -251,14 +252,14 @@ def _of_ours(row: Names, values: Mapping[str, str], body: Mapping[str, Any]) -> 
 
 def _of_agent(values: Mapping[str, str]) -> dict[str, Any]:
     """The fields of an agent's headers; none if one of them is damaged."""
-    if not all(map(_is_id, values.values())):
+    if not all(map(is_id, values.values())):
         return {}
     session, parent = values["session"], values.get("parent", "")
     root = values.get("root", "")
     if agent := values.get("agent", ""):  # ids of agents are unique within their session
         root, parent = session, f"{session}/{parent}" if parent and parent != agent else session
         session = f"{session}/{agent}"
-    if not _is_id(session) or not (not parent or _is_id(parent)):
+    if not is_id(session) or not (not parent or is_id(parent)):
         return {}
     found = {"session_id": session, "parent_session_id": parent, "root_session_id": root}
     return {

@@ -30,7 +30,7 @@ from shared.nats import subjects
 from shared.replies import end_headers, error_reply
 from shared.telemetry import traces
 from shared.telemetry.counters import DetokenizerCounter, Metrics, in_load, lately, points
-from shared.telemetry.traces import Choice, Reply, RequestRecord, request_spans
+from shared.telemetry.traces import Choice, Reply, RequestFacts, request_spans
 from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
@@ -280,8 +280,8 @@ class Completions:
             self._on_empty()
         tracer, parent_span = self._mailbox.tracer, request.opened.parent_span
         if tracer is not None and parent_span and traces.is_sampled(request.trace):
-            record = request_record(request, reply, self._mailbox.source)
-            tracer.export(request.trace, parent_span, request_spans(record))
+            facts = request_facts(request, reply, self._mailbox.source)
+            tracer.export(request.trace, parent_span, request_spans(facts))
 
 
 def stamped(ended: Ended, reply: Reply) -> Ended:
@@ -291,10 +291,10 @@ def stamped(ended: Ended, reply: Reply) -> Ended:
     )
 
 
-def request_record(request: ResponseText, reply: Reply, detokenizer: str) -> RequestRecord:
-    """The record for the spans of an ended request."""
+def request_facts(request: ResponseText, reply: Reply, detokenizer: str) -> RequestFacts:
+    """The data for the spans of an ended request."""
     opened = request.opened
-    return RequestRecord(
+    return RequestFacts(
         request=opened.request,
         tenant=opened.tenant,
         model=opened.model,

@@ -164,7 +164,7 @@ class DetokenizerCore:
     def resume(
         self, tokenized: messages.Tokenized, scores: messages.Tokens | None, wall_us: int, now_us: int
     ) -> list[response.Command]:
-        """Have a request go on after its checkpoint, unless it is open here. As attempt 1 it is never newer
+        """Have a request go on after its savepoint, unless it is open here. As attempt 1 it is never newer
         than one that runs, maybe from the start: its scheduler refuses, and no two texts are mixed."""
         name = (tokenized.tenant, tokenized.request)
         if self._table.named(*name) or self.failover.has_lost(*name):

@@ -226,7 +226,7 @@ class Failover:
 
     def _detach(self, lost: _LostRequest) -> list[Command]:
         """Detach the request at its old scheduler, which may only have been stopped."""
-        if not lost.key[0]:  # from a checkpoint
+        if not lost.key[0]:  # from a savepoint
             return []
         request = self._table.requests[lost.key]
         known = lost.void and request.seqs

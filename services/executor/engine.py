@@ -276,9 +276,12 @@ def adapter_loads_of(backend: Backend, *given: Any) -> Any:
     return resolve_name(made)(cast("Adapting", backend).adapters, *given) if made else None
 
 
-def speculation_of(tokens: Callable[[int], messages.Ints]) -> Speculation | None:
-    """What finds drafts in the `tokens` of a slot; None: nothing does."""
-    return next((resolve_name(name)(tokens) for name in SPECULATION.values()), None)
+Forced = Callable[[int, int], Sequence[int]]  # ids that a slot's grammar hardly leaves open, at most so many
+
+
+def speculation_of(tokens: Callable[[int], messages.Ints], forced: Forced) -> Speculation | None:
+    """What finds drafts in the `tokens` of a slot, and in what its grammar forces; None: nothing does."""
+    return next((resolve_name(name)(tokens, forced) for name in SPECULATION.values()), None)
 
 
 def engine_of(device: str) -> Callable[..., Any]:

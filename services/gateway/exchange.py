@@ -39,7 +39,7 @@ from shared.replies import to_json
 from shared.telemetry import traces as c
 from shared.telemetry.counters import Counted, GatewayCounter, HistogramPoint, Metrics, points
 from shared.telemetry.counters import Counter as Declared
-from shared.telemetry.traces import SpanRecord
+from shared.telemetry.traces import SpanData
 
 EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
 ID_HEADER = "x-request-id"
@@ -216,7 +216,7 @@ def headers_of_exchange(exchange: Exchange) -> dict[str, str]:
     return headers
 
 
-def spans(exchange: Exchange, component: str) -> list[SpanRecord]:
+def spans(exchange: Exchange, component: str) -> list[SpanData]:
     """The gateway's spans of a request. Those of the native request lie between `receive` and `respond`."""
     attributes: dict[str, str | int] = {
         c.COMPONENT: component,
@@ -234,11 +234,11 @@ def spans(exchange: Exchange, component: str) -> list[SpanRecord]:
     answered = max(exchange.answered_us or exchange.ended_us, asked)
     where = {c.COMPONENT: component}
     return [
-        SpanRecord(
+        SpanData(
             name, exchange.started_us, exchange.ended_us, None, {**attributes}, kind="server", error=error
         ),
-        SpanRecord("receive", exchange.started_us, asked, attributes={**where}),
-        SpanRecord("respond", answered, max(exchange.ended_us, answered), attributes={**where}),
+        SpanData("receive", exchange.started_us, asked, attributes={**where}),
+        SpanData("respond", answered, max(exchange.ended_us, answered), attributes={**where}),
     ]
 
 

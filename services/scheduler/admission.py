@@ -437,6 +437,7 @@ def _take_hits(state: State, offer: Offer, group: SequenceGroup) -> None:
         state.counters.prefix_lookup_tokens += len(parent.tokens)
         state.counters.prefix_hit_tokens += found
         state.reuse.add(parent.tenant, _known_tokens(offer, group), len(parent.tokens))
+        state.sessions.on_admitted(state, offer.executor, parent)
 
 
 def _known_tokens(offer: Offer, group: SequenceGroup) -> int:

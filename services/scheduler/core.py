@@ -15,16 +15,30 @@ sequence keeps the blocks that its `reservation` gave it, as a pinned one does u
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from pkgutil import resolve_name
 
 from services.scheduler import admission, lifecycle, load_shedding, recovery, results, step_planner
 from services.scheduler.executors import moves, roles, sleep
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
-from services.scheduler.state.state import Executor, Limits, State
-from services.scheduler.state.transfers import Tier
+from services.scheduler.state.state import Executor, Limits, SessionEvents, State
+from services.scheduler.state.transfers import Offload
 from shared import messages
 from shared.errors import SetupError
+
+SESSIONS = {  # the part that follows sessions
+    "learned": "services.scheduler.sessions.events:Sessions",
+}
+
+
+_CUTS = (requests.PeerLost, requests.StreamLost, requests.BrokerBack)  # pauses across them teach nothing
+
+
+@cache
+def _session_parts() -> list[type[SessionEvents]]:
+    return [resolve_name(name) for name in SESSIONS.values()]
 
 
 def decide(state: State) -> None:
@@ -71,6 +85,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.state = State(limits)
+        _follow_sessions(self.state)
 
     def handle(self, event: requests.Event, now_us: int) -> list[requests.Send]:
         """Apply one event at `now_us` and return what to send. Plans to executors come first: the next step
@@ -83,6 +98,7 @@ class Scheduler:
         """Update the state with one event, without decisions."""
         self.state.now_us = now_us
         self._apply(event)
+        self.state.sessions.on_event(self.state)
 
     def take_commands(self) -> list[requests.Send]:
         """The commands since the last call, those to executors first."""
@@ -102,6 +118,8 @@ class Scheduler:
 
     def _apply(self, event: requests.Event) -> None:
         state = self.state
+        if isinstance(event, _CUTS):
+            state.sessions.on_cut(state)
         match event:
             case requests.Arrived(source, messages.Tokenized() as tokenized, trace) if tokenized.generated:
                 recovery.on_takeover(state, source, tokenized, trace)
@@ -130,11 +148,11 @@ class Scheduler:
                 state.asleep.pop(actor, None)
                 recovery.on_executor_leaving(state, actor)
                 state.tiers.mapped.pop(actor, None)
-            case requests.TierReady():
-                tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
-                recovery.on_tier_ready(state, tier)
-            case requests.TierLost(actor):
-                recovery.on_tier_lost(state, actor)
+            case requests.OffloadReady():
+                offload = Offload(event.actor, event.epoch, event.host_id, event.generation)
+                recovery.on_offload_ready(state, offload)
+            case requests.OffloadLost(actor):
+                recovery.on_offload_lost(state, actor)
             case requests.StreamLost(source) if source.startswith("executor."):
                 recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case requests.StreamLost(source):
@@ -166,6 +184,8 @@ class Scheduler:
                 lifecycle.on_ended(state, source, message)
             case messages.Cancel():
                 lifecycle.on_cancel(state, source, message)
+            case messages.SessionVerb():
+                state.send(source, state.sessions.on_verb(state, message))
             case messages.Detached(seqs=seqs) if not seqs:
                 recovery.on_messages_lost(state, source)
             case messages.Detached():
@@ -187,6 +207,7 @@ class Scheduler:
             case messages.KvCopied():
                 store.on_copied(state, source, message)
             case messages.KvGone():
+                state.sessions.on_evicted(state)
                 store.on_evicted(state, source, message)
 
 
@@ -210,8 +231,16 @@ def change_policy(state: State, text: str) -> None:
     state.limits = replace(state.limits, policy=policy)
     state.waiting.set_policy(policy)
     state.blocked_on = ()
+    if policy.no_sessions != before.no_sessions:
+        _follow_sessions(state)
     if policy.no_tiers != before.no_tiers:
         recovery.use_tiers(state, not policy.no_tiers)
+
+
+def _follow_sessions(state: State) -> None:
+    """Follow sessions from now on, or no longer: what was learned is forgotten."""
+    parts = [] if state.limits.policy.no_sessions else _session_parts()
+    state.sessions = parts[0]() if parts else SessionEvents()
 
 
 def asked_policy(text: str, now: Policy, at_start: Policy) -> Policy:

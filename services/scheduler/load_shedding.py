@@ -12,7 +12,7 @@ The kind is `ExecHello.model_digest`: weights, dtype, KV format and deterministi
 has died or drains. With `accept_mixed` all kinds serve.
 
 A request stays with the kind that has generated its tokens: other weights would not continue the text that
-its client has read. If that kind is gone it fails with a typed error; a request with checkpoints, which has
+its client has read. If that kind is gone it fails with a typed error; a request with savepoints, which has
 one plain answer, starts over when it is taken over. A request without tokens starts anywhere.
 """
 
@@ -257,7 +257,7 @@ def _unlike(state: State, model: str) -> list[Executor]:
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
     """The greatest length, in tokens, of each of `n` choices of a prompt on one of the executors; 0 if none
-    has the slots. Choices share the full blocks of their prompt, as in preemption.can_fit."""
+    has the slots. Choices share the full blocks of their prompt, as in headroom.can_fit."""
     most = 0
     for hello in (e.hello for e in executors if n <= e.hello.slots):
         blocks = (hello.blocks + (n - 1) * (prompt // hello.block_tokens)) // n

@@ -48,7 +48,7 @@ from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.step_model import StepShape
 
-MAX_LISTED = 8  # candidates in the record of a decision
+MAX_LISTED = 8  # candidates that a decision names
 
 
 def make_room(state: State, executor: Executor) -> int:

@@ -1,8 +1,8 @@
-"""How requests go on when executors, detokenizers, tiers and other schedulers join, leave or die.
+"""How requests go on when executors, detokenizers, kv_offloads and other schedulers join, leave or die.
 
-`core` calls it. State that an executor or a detokenizer held is rebuilt from this scheduler's records. The
+`core` calls it. State that an executor or a detokenizer held is rebuilt from what this scheduler has. The
 requests of another scheduler that has died arrive from their detokenizers (`on_takeover`). Copies and lookups
-of a lost tier end at once. A host has one tier in use, others stand by.
+of a lost kv_offload end at once. A host has one in use, others stand by.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.scheduler.state.requests import (
     Sequence,
 )
 from services.scheduler.state.state import Executor, ModelKind, Sleeper, State
-from services.scheduler.state.transfers import JobPhase, Tier
+from services.scheduler.state.transfers import JobPhase, Offload
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared import messages
 from shared.messages import ExecHello, Tokenized
@@ -48,7 +48,7 @@ def on_executor_hello(state: State, source: str, message: messages.ExecHello) ->
             state.send(source, messages.ExecWelcome(exec_epoch=epoch))
             return
         state.asleep.pop(message.executor, None)
-        connect_tier(state, state.add_executor(message))
+        connect_offload(state, state.add_executor(message))
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
         lifecycle.on_executors_changed(state)
@@ -241,7 +241,7 @@ def on_takeover(state: State, source: str, tokenized: messages.Tokenized, trace:
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    over = bool(tokenized.checkpoints) and has_changed_kind(state, tokenized)
+    over = bool(tokenized.savepoints) and has_changed_kind(state, tokenized)
     if over:
         tokenized = _from_the_start(tokenized)
     request = _taken_request(state, source, tokenized, trace)
@@ -342,71 +342,75 @@ def _over(sequence: Sequence) -> str:
     return "length" if len(sequence.tokens) >= sequence.max_length else ""
 
 
-def on_tier_ready(state: State, tier: Tier) -> None:
+def on_offload_ready(state: State, offload: Offload) -> None:
     """A kv_offload with an arena is ready. A new generation has lost the content of the old one."""
     if state.limits.policy.no_tiers:
-        state.tiers.standby[tier.actor] = tier  # another policy may use it: see use_tiers
+        state.tiers.standby[offload.actor] = offload  # another policy may use it: see use_tiers
         return
-    known = state.tiers.by_host.get(tier.host_id)
-    if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
-        state.tiers.standby[tier.actor] = tier
+    known = state.tiers.by_host.get(offload.host_id)
+    if known is not None and known.actor != offload.actor and known.epoch > offload.epoch:
+        state.tiers.standby[offload.actor] = offload
         return  # of two on a host the later one is used: the executors map its arena
-    if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
-        known.epoch = tier.epoch
+    if known is not None and (known.actor, known.generation) == (offload.actor, offload.generation):
+        known.epoch = offload.epoch
         return
     if known is not None:
-        _end_tier(state, known)
-        if known.actor != tier.actor:
+        _end_offload(state, known)
+        if known.actor != offload.actor:
             state.tiers.standby[known.actor] = known
-    state.tiers.standby.pop(tier.actor, None)
-    state.tiers.by_host[tier.host_id] = tier
+    state.tiers.standby.pop(offload.actor, None)
+    state.tiers.by_host[offload.host_id] = offload
     for executor in state.executors.values():
-        if executor.hello.host_id == tier.host_id:
-            connect_tier(state, executor)
+        if executor.hello.host_id == offload.host_id:
+            connect_offload(state, executor)
 
 
-def on_tier_lost(state: State, actor: str) -> None:
+def on_offload_lost(state: State, actor: str) -> None:
     """A kv_offload is gone, with its content. Running copies end later. A standby of its host replaces it,
     even one that seemed older: a clock may have gone back."""
     state.tiers.standby.pop(actor, None)
-    tier = next((tier for tier in state.tiers.by_host.values() if tier.actor == actor), None)
-    if tier is None:
+    offload = next((offload for offload in state.tiers.by_host.values() if offload.actor == actor), None)
+    if offload is None:
         return
-    _end_tier(state, tier)
-    others = [other for other in state.tiers.standby.values() if other.host_id == tier.host_id]
+    _end_offload(state, offload)
+    others = [other for other in state.tiers.standby.values() if other.host_id == offload.host_id]
     if others:
-        on_tier_ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
+        on_offload_ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
 
 
 def use_tiers(state: State, use: bool) -> None:
     """The policy has changed: use the tiers of all hosts, or none of them."""
     if use:
-        latest_first = sorted(state.tiers.standby.values(), key=lambda tier: (tier.epoch, tier.actor))[::-1]
-        for tier in latest_first:
-            on_tier_ready(state, tier)
+        latest_first = sorted(
+            state.tiers.standby.values(), key=lambda offload: (offload.epoch, offload.actor)
+        )[::-1]
+        for offload in latest_first:
+            on_offload_ready(state, offload)
     else:
-        for tier in list(state.tiers.by_host.values()):
-            _end_tier(state, tier)
-            state.tiers.standby[tier.actor] = tier
+        for offload in list(state.tiers.by_host.values()):
+            _end_offload(state, offload)
+            state.tiers.standby[offload.actor] = offload
 
 
-def _end_tier(state: State, tier: Tier) -> None:
-    actor = tier.actor
-    del state.tiers.by_host[tier.host_id]
-    state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
+def _end_offload(state: State, offload: Offload) -> None:
+    actor = offload.actor
+    del state.tiers.by_host[offload.host_id]
+    state.tiers.lookups = {
+        job: lookup for job, lookup in state.tiers.lookups.items() if lookup.offload != actor
+    }
     for group in state.waiting:
         results = group.lookup_results
         group.lookup_results = {target: results[target] for target in results if target[0] != actor}
-    for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
+    for job in [job for job in state.tiers.jobs.values() if job.offload == actor]:
         if job.phase is not JobPhase.COPYING:
             store.expire_job(state, job)
     for executor in state.executors.values():
-        if executor.hello.host_id == tier.host_id:
+        if executor.hello.host_id == offload.host_id:
             executor.pool.set_tier(False)
 
 
-def connect_tier(state: State, executor: Executor) -> None:
-    """An executor or a tier has joined: connect them if both are there."""
+def connect_offload(state: State, executor: Executor) -> None:
+    """An executor or a kv_offload has joined: connect them if both are there."""
     hello = executor.hello
     if hello.bytes_per_block and hello.host_id in state.tiers.by_host:
         executor.pool.set_tier(True)
@@ -420,7 +424,7 @@ def _end_copies(state: State, executor: Executor) -> None:
 
 
 def on_arena_mapped(state: State, executor_id: str, generation: int) -> None:
-    """Note which arena an executor maps, 0 for none: no copies before it is the tier's."""
+    """Note which arena an executor maps, 0 for none: no copies before it is that of kv_offload."""
     state.tiers.mapped[executor_id] = generation
 
 
@@ -428,9 +432,9 @@ def on_arena_released(state: State, source: str, message: messages.ArenaReleased
     """An executor has unmapped an arena: its kv_offload can free the ranges that it might have written."""
     if source != f"executor.{message.executor}":
         return
-    for tier in state.tiers.by_host.values():
-        if tier.generation == message.arena_generation:
-            state.send(tier.source, message)
+    for offload in state.tiers.by_host.values():
+        if offload.generation == message.arena_generation:
+            state.send(offload.source, message)
 
 
 def kind_refusal(state: State, hello: ExecHello) -> str:

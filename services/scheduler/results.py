@@ -13,7 +13,7 @@ from typing import NamedTuple
 from services.scheduler import headroom, lifecycle, overlap, preemption
 from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import requeue
-from services.scheduler.state.counters import StepRecord
+from services.scheduler.state.counters import LoggedStep
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, Ints, StepResult, Tokens, ints
@@ -46,8 +46,10 @@ def is_as_planned(executor: Executor, result: StepResult) -> bool:
         return False
     if not result.counts or not any(result.drafted):
         return True
-    most = [flight.drafts_of(row) for row in range(len(flight.rows))]
-    return all(drafted <= allowed for drafted, allowed in zip(result.drafted, most, strict=True))
+    most = flight.drafts
+    return len(result.drafted) == len(flight.rows) and all(
+        drafted <= most.get(row, 0) for row, drafted in enumerate(result.drafted)
+    )
 
 
 def apply_result(state: State, executor: Executor, result: StepResult) -> None:
@@ -150,22 +152,31 @@ def _tokens_of(flight: InFlight, result: StepResult) -> tuple[TokenRows, int]:
 def _take_back_drafts(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
     """Drafts that were not kept, or not found, count as computed no longer; and what this step shows of
     drafts."""
-    counts, drafted = result.counts or [1] * len(flight.rows), result.drafted or [0] * len(flight.rows)
-    for row, (s, placement) in enumerate(flight.rows):
-        if s.placement != placement or not (planned := flight.drafts_of(row)):
+    pace, counters, most = executor.drafting, state.counters, executor.hello.max_drafts
+    pace.last_step = flight.step
+    pace.last_pm = 1_000 * (sum(result.counts) - len(result.counts)) // len(flight.rows)
+    for row, planned in flight.drafts.items():
+        s, placement = flight.rows[row]
+        if s.placement != placement:
             continue
-        kept, refused = counts[row] - 1, planned - counts[row] + 1
-        s.computed -= refused
-        s.steps += refused
-        s.drafting.in_flight -= planned
-        executor.count_decodes(-refused)
-        is_refused = kept < drafted[row] and not result.done[row]
-        s.drafting.learn(drafted[row], kept, refused=is_refused)
-        s.drafting.tried_step = flight.step if is_refused else s.drafting.tried_step
-        executor.drafting.learn(drafted[row], kept, refused=is_refused)
-        state.counters.drafts += bool(drafted[row])
-        state.counters.draft_tokens += drafted[row]
-        state.counters.accepted_tokens += kept
+        drafting, drafted, kept = s.drafting, 0, 0
+        if result.counts:
+            drafted, kept = result.drafted[row], result.counts[row] - 1
+        s.computed -= planned - kept
+        s.steps += planned - kept
+        drafting.in_flight -= planned
+        executor.count_decodes(kept - planned)
+        is_refused = kept < drafted and not result.done[row]
+        drafting.learn(drafted, kept, refused=is_refused)
+        pace.learn(drafted, kept, refused=is_refused)
+        if drafted:
+            drafting.choose(pace.least_pm, most)
+            drafting.tried_step = flight.step if is_refused else drafting.tried_step
+            if drafting.in_turn and (drafting.count or (kept and pace.least_pm <= 1_000)):
+                pace.ask(flight.rows[row])
+            counters.drafts += 1
+            counters.draft_tokens += drafted
+            counters.accepted_tokens += kept
 
 
 def _without_pooled(
@@ -246,7 +257,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
     for _, note in flight.chunks:
         note.done_us = state.now_us
     plan = flight.plan
-    record = StepRecord(
+    entry = LoggedStep(
         executor=executor.hello.executor,
         step=flight.step,
         planned_us=flight.planned_us,
@@ -257,7 +268,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         sample_us=result.sample_us,
         wait_us=result.wait_us,
         rows=len(plan.slots),
-        tokens=sum(plan.counts) - flight.drafts + sum(result.drafted),
+        tokens=sum(plan.counts) - sum(flight.drafts.values()) + sum(result.drafted),
         prefill_tokens=sum(plan.counts[-len(flight.chunks) :]) if flight.chunks else 0,
         micro_batch=plan.micro_batch,
         mode=plan.mode,
@@ -269,7 +280,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         accepted=sum(result.counts) - len(result.counts),
     )
     chunked = [sequence.request for sequence, _ in flight.chunks]
-    state.step_log.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))
+    state.step_log.add(entry, executor.epoch, chunked, (s.request for s, _ in flight.rows))
 
 
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
@@ -285,9 +296,11 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
     overlap.learn_lead(executor, flight, result)
     shape = flight.shape
     if flight.drafts:
-        drafts = flight.drafts if executor.has_graphs else sum(result.drafted)
+        drafts = sum(flight.drafts.values()) if executor.has_graphs else sum(result.drafted)
         shape = shape.with_drafts(drafts, again=not executor.has_graphs)
     costs.observe(shape, took_us)
+    if not flight.chunks:
+        executor.drafting.times.observe(costs, flight.shape, shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:
         costs.observe_host(sum(s.host_fed for s, _ in flight.rows), result.host_us)

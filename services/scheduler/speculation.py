@@ -20,17 +20,21 @@ Others pay only for the drafts that they find. All numbers are integers, so that
 
 from __future__ import annotations
 
-from services.scheduler.state.requests import Sequence
-from services.scheduler.state.state import AUTO, Executor, State
+from services.scheduler.state.requests import Drafting, Sequence
+from services.scheduler.state.state import AUTO, DraftPace, Executor, State
 from services.scheduler.step_planner import StepColumns
 from shared.messages import AT_DEVICE
 from shared.step_model import StepShape
 
-MIN_SEEN = 16  # steps before the cost model is used
 MARGIN_PM = 30  # that drafts must gain
 TRY_EVERY = 64  # steps after a refused draft until a row tries another one
+TRY_NEAR = 8  # if it would nearly pay
 TRY_FIRST = 8  # steps of a sequence until it tries one
 TRY_STEPS = 2  # of TRY_EVERY, in which rows of recorded steps try one
+QUIET = 2  # rows of a sequence without a draft that was found: then it is asked in turn
+IN_TURN = 2  # rows of a step that are asked in turn,
+MANY = 32  # and of every eighth step with more rows than this: drafts seldom pay there
+BARE_EVERY = 256  # steps: one without drafts shows what they cost
 LEAST_PM = 5  # of a draft's probability
 PREDICTED_PM = 900  # drafts that are kept of a request with a prediction, until it is learned
 GRAPHS = (1, 3, 7)  # drafts of a row for which engines record graphs
@@ -41,31 +45,40 @@ def add_drafts(
 ) -> None:
     """Give the first rows of `columns`, decodes of these sequences, their drafts. `alone`: no prompts follow,
     whose computation they would delay."""
-    hello, wanted = executor.hello, list[int]()
+    hello, wanted = executor.hello, dict[Sequence, int]()
     if alone and len(rows) <= (hello.max_draft_rows or len(rows)):
         wanted = _wanted(state, executor, columns, rows)
-    if not any(wanted):
-        if not any(flight.drafts for flight in executor.in_flight):
-            return  # the step is the same as without speculation
-        wanted = [0] * len(rows)
+    for flight in executor.in_flight:  # where these rows are, the device alone knows
+        for row in flight.drafts:
+            s, placement = flight.rows[row]
+            if s.placement == placement:
+                wanted.setdefault(s, 0)
+    if not wanted:
+        return  # the step is the same as without speculation
+    places = dict(zip(columns.slots, range(len(rows)), strict=True))
     left, expected_pm = hello.max_step_tokens - len(rows), 0
-    for at, (s, count) in enumerate(zip(rows, wanted, strict=True)):
+    for s, count in wanted.items():
+        if (at := places.get(s.slot)) is None:
+            continue
         if count:
             count = min(count, hello.max_drafts, left, s.max_length - 1 - s.computed)
             count = _with_blocks(executor, columns, s, count)
         if not (count or s.drafting.in_flight):
             continue
         columns.from_device[at] = AT_DEVICE
+        if not count:
+            continue
         columns.counts[at] += count
-        columns.drafts += count
+        columns.drafts[at] = count
         s.computed += count
         s.steps -= count  # see Sequence.steps_planned
         s.drafting.in_flight += count
         left -= count
         expected_pm += count * s.drafting.found_pm
     if columns.drafts:
-        executor.count_decodes(columns.drafts)
-        columns.found_drafts = columns.drafts if executor.has_graphs else expected_pm // 1_000
+        drafts = sum(columns.drafts.values())
+        executor.count_decodes(drafts)
+        columns.found_drafts = drafts if executor.has_graphs else expected_pm // 1_000
 
 
 def _with_blocks(executor: Executor, columns: StepColumns, s: Sequence, count: int) -> int:
@@ -78,65 +91,142 @@ def _with_blocks(executor: Executor, columns: StepColumns, s: Sequence, count: i
     return max(min(count, s.table_capacity - s.computed), 0)
 
 
-def _wanted(state: State, executor: Executor, columns: StepColumns, rows: list[Sequence]) -> list[int]:
-    """How many drafts each row is to have."""
+def _wanted(
+    state: State, executor: Executor, columns: StepColumns, rows: list[Sequence]
+) -> dict[Sequence, int]:
+    """How many drafts rows are to have. Rows without any are left out."""
     if state.limits.speculate != AUTO:
-        return [state.limits.speculate * s.request.tokenized.speculate for s in rows]
+        return {s: state.limits.speculate for s in rows if s.request.tokenized.speculate}
     pace, step = executor.drafting, executor.step + 1
-    if executor.cost_model.seen < MIN_SEEN:
-        return [0] * len(rows)
-    fresh = [s for s in rows if s.drafting.count < 0]
-    for s in fresh:
-        s.drafting.found_pm, s.drafting.kept_pm = pace.found_ppm // 1_000, pace.kept_ppm // 1_000
-        if s.request.tokenized.prediction:
-            s.drafting.found_pm, s.drafting.kept_pm = PREDICTED_PM, max(PREDICTED_PM, s.drafting.kept_pm)
-        s.drafting.tried_step = step - TRY_EVERY + TRY_FIRST
-    if fresh or step - pace.chosen_step > len(rows) // 4:
-        _choose(executor, columns.shape, rows)
+    size = len(rows).bit_length()
+    if step - pace.bare_step.get(size, -BARE_EVERY) >= max(BARE_EVERY // len(rows), BARE_EVERY // 4):
+        pace.bare_step[size] = step
+        return {}
+    wanted = (
+        _together(executor, columns.shape, rows) if executor.has_graphs else _asked(executor, columns.shape)
+    )
+    if not wanted:
+        pace.bare_step[size] = step
+    return wanted
+
+
+def _together(executor: Executor, shape: StepShape, rows: list[Sequence]) -> dict[Sequence, int]:
+    """How many drafts rows are to have of an engine with graphs."""
+    pace, step = executor.drafting, executor.step + 1
+    # a draft costs as much as one in each row: all rows have as many, and try in the same steps
+    if step - pace.chosen_step > len(rows) // 4:
+        pace.together = _best(executor, shape, rows)
         pace.chosen_step = step
-    if executor.has_graphs:  # a draft costs as much as one in each row: all rows try in the same steps
-        together = int(step % TRY_EVERY < TRY_STEPS)
-        return [s.drafting.count or together * s.request.tokenized.speculate for s in rows]
-    return [
-        s.drafting.count or int(s.request.tokenized.speculate and step - s.drafting.tried_step >= TRY_EVERY)
-        for s in rows
-    ]
+    count = pace.together or int(step % TRY_EVERY < TRY_STEPS)
+    if not count and step - pace.last_step <= TRY_STEPS:  # those that were tried may pay
+        count = int(1_000 + pace.last_pm > _times_pm(executor, shape, len(rows)) + MARGIN_PM)
+    return {s: count for s in rows if s.request.tokenized.speculate} if count else {}
 
 
-def _choose(executor: Executor, shape: StepShape, rows: list[Sequence]) -> None:
-    """Choose the number of drafts of each row with which the step has the most tokens for its time."""
-    offers = _offers(executor, rows)
-    graphs, most = executor.has_graphs, executor.hello.max_drafts
-    sizes = [k for k in GRAPHS if k <= most] if graphs else _sizes(len(offers))
-    predict_us = executor.cost_model.predict_us
-    best, tokens, took_us = 0, len(rows) * (1_000 + MARGIN_PM), max(predict_us(shape), 1)
-    for size in sizes:
-        part = [offer for offer in offers if offer[1] <= size] if graphs else offers[:size]
-        added = size * len(rows) if graphs else size
-        step_us = max(predict_us(shape.with_drafts(added, again=not graphs)), 1)
-        gained = 1_000 * len(rows) + sum(-offer[0] for offer in part)
-        if gained * took_us > tokens * step_us:
-            best, tokens, took_us = size, gained, step_us
+def _asked(executor: Executor, shape: StepShape) -> dict[Sequence, int]:
+    """How many drafts rows are to have of an engine without graphs: those that have found some lately, and
+    some of the others in turn."""
+    pace, step = executor.drafting, executor.step + 1
+    most, chosen = executor.hello.max_drafts, step - pace.chosen_step > shape.rows // 4
+    if chosen:
+        pace.least_pm, pace.chosen_step = _least_pm(executor, shape), step
+    wanted, asked, pace.asked = dict[Sequence, int](), pace.asked, []
+    for row in asked:
+        s, placement = row
+        if s.placement != placement:
+            continue
+        drafting = s.drafting
+        if drafting.count < 0:
+            _begin(executor, s)
+        elif chosen:
+            drafting.choose(pace.least_pm, most)
+        is_quiet = (
+            drafting.quiet >= QUIET and not s.request.tokenized.grammar
+        )  # it forces tokens now and then
+        if is_quiet or not (drafting.count or _tries(pace, drafting, step)):
+            pace.ask_in_turn(row)
+        else:
+            pace.asked.append(row)
+            wanted[s] = drafting.count or 1
+    for s in pace.next_in_turn(IN_TURN if shape.rows <= MANY or step % 8 == 0 else 0):
+        s.drafting.choose(pace.least_pm, most)
+        if s.drafting.count or _tries(pace, s.drafting, step):
+            wanted[s] = s.drafting.count or 1
+    return wanted
+
+
+def _tries(pace: DraftPace, drafting: Drafting, step: int) -> bool:
+    """Whether a row tries a draft that does not pay by what is known."""
+    near = 4 * drafting.kept_pm > 3 * pace.least_pm and pace.least_pm <= 1_000  # refused by chance, it may be
+    return step - drafting.tried_step >= (TRY_NEAR if near else TRY_EVERY)
+
+
+def _begin(executor: Executor, s: Sequence) -> None:
+    """A new sequence begins with what its executor has learned."""
+    pace, drafting = executor.drafting, s.drafting
+    drafting.found_pm, drafting.kept_pm = pace.found_ppm // 1_000, pace.kept_ppm // 1_000
+    if s.request.tokenized.prediction:
+        drafting.found_pm, drafting.kept_pm = PREDICTED_PM, max(PREDICTED_PM, drafting.kept_pm)
+    drafting.tried_step = executor.step + 1 - TRY_EVERY + TRY_FIRST
+    drafting.choose(pace.least_pm, executor.hello.max_drafts)
+
+
+def _best(executor: Executor, shape: StepShape, rows: list[Sequence]) -> int:
+    """The number of drafts of each row with which the step has the most tokens for its time."""
+    most = executor.hello.max_drafts
     for s in rows:
-        s.drafting.count = best * s.request.tokenized.speculate if graphs else 0
-    if not graphs:
-        for _, nth, _, s in offers[:best]:
-            s.drafting.count = nth  # a row's offers come in order
+        if s.drafting.count < 0:
+            _begin(executor, s)
+    best, tokens, times_pm = 0, len(rows) * (1_000 + MARGIN_PM), 1_000
+    able = [s.drafting for s in rows if s.request.tokenized.speculate]
+    chances, gained, done = [drafting.found_pm for drafting in able], 1_000 * len(rows), 0
+    for size in [k for k in GRAPHS if k <= most]:
+        for _ in range(size - done):
+            chances = [chance * d.kept_pm // 1_000 for chance, d in zip(chances, able, strict=True)]
+            gained += sum(chances)
+        done = size
+        its_pm = max(_times_pm(executor, shape, size * len(rows)), 1)
+        if gained * times_pm > tokens * its_pm:
+            best, tokens, times_pm = size, gained, its_pm
+    return best
 
 
-def _offers(executor: Executor, rows: list[Sequence]) -> list[tuple[int, int, int, Sequence]]:
-    """(minus its probability per mille, which draft of its row, sequence) for each draft that a row may have,
-    the likeliest first. Where only drafts that are found cost something, they count as found."""
-    offers, most, graphs = [], executor.hello.max_drafts, executor.has_graphs
-    for s in rows:
-        chance = s.drafting.found_pm if graphs else 1_000
-        for nth in range(1, most + 1 if s.request.tokenized.speculate else 1):
+def _least_pm(executor: Executor, shape: StepShape) -> int:
+    """The probability from which a draft pays, where only drafts that are found cost something: that of the
+    last draft of the step with the most tokens for its time, or what one more draft would cost, in tokens."""
+    rows_pm = 1_000 * shape.rows
+    chances = _chances(executor)
+    best, tokens, times_pm = 0, rows_pm, 1_000
+    margin_pm = MARGIN_PM * shape.rows
+    for size in _sizes(len(chances)):
+        gained = rows_pm + sum(chances[:size])
+        its_pm = max(_times_pm(executor, shape, size), 1)
+        if (gained - margin_pm) * times_pm > tokens * its_pm:
+            best, tokens, times_pm, margin_pm = size, gained, its_pm, 0
+    more_pm = _times_pm(executor, shape, best + shape.rows) - times_pm  # a draft more in each row
+    least_pm = tokens * more_pm // (times_pm * shape.rows)
+    if best:
+        return max(min(least_pm, chances[best - 1]), LEAST_PM)
+    return max(least_pm + MARGIN_PM, LEAST_PM, 1 + max(chances, default=0))
+
+
+def _times_pm(executor: Executor, shape: StepShape, drafts: int) -> int:
+    return executor.drafting.times.times_pm(executor.cost_model, shape, drafts, again=not executor.has_graphs)
+
+
+def _chances(executor: Executor) -> list[int]:
+    """The probability per mille of each draft that a row may have which is asked in each step, the likeliest
+    first."""
+    chances = list[int]()
+    for s, _ in executor.drafting.asked:
+        chance = 1_000
+        for _ in range(executor.hello.max_drafts):
             chance = chance * s.drafting.kept_pm // 1_000
             if chance < LEAST_PM:
                 break
-            offers.append((-chance, nth, s.seq, s))
-    offers.sort(key=lambda offer: offer[:3])
-    return offers
+            chances.append(chance)
+    chances.sort(reverse=True)
+    return chances
 
 
 def _sizes(most: int) -> list[int]:

@@ -296,7 +296,10 @@ def _add_chunk(
         return
     alone = sequence.request.tokenized.n == 1
     children = [] if alone else [s for s in executor.running if s.parent is sequence]
+    drafts = executor.hello.max_drafts and sequence.request.tokenized.speculate
     for sampled in (sequence, *children):
+        if drafts:
+            executor.drafting.begin(sampled, executor.hello.slots)
         columns.sample_rows.append(row)
         columns.sample_slots.append(sampled.slot)
         columns.sampled.append((sampled, sampled.placement))
@@ -544,7 +547,7 @@ class StepColumns:
     forks: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
     shape: StepShape = NO_ROWS  # for the cost model
-    drafts: int = 0  # that rows may have
+    drafts: dict[int, int] = field(default_factory=dict)  # how many rows may have, by index
     found_drafts: int = 0  # of these, as many as are likely to be found
     two_stream: bool = False
 

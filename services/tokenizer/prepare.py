@@ -30,7 +30,6 @@ from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from shared import api, errors, session_hints
 from shared.aliases import AdapterFiles
 from shared.answer_formats.formats import HERMES, THINKING, Format
-from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.messages import (
     EMBEDDING,
@@ -45,6 +44,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.access import CLASSES, is_keepers
+from shared.savepoints import body_hash
 from shared.vocab.files import CATALOGUE, ModelFiles, json_object, read_metadata
 from shared.vocab.vocabulary import Vocabulary
 
@@ -421,7 +421,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         open_end=request.limit[1] is None,
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
-        checkpoints=_checkpoints(request, submission),
+        savepoints=_savepoints(request, submission),
         most_calls=most_calls,
         speculate=request.speculate,
         prediction=_prediction(request, model.vocabulary),
@@ -527,8 +527,8 @@ def _routing_key(tenant: str, request: Request | api.EmbeddingRequest, prompt: l
     return hashlib.blake2b(tenant.encode() + b"\0" + start, digest_size=8).hexdigest()
 
 
-def _checkpoints(request: Request, submission: Submission) -> str:
-    """The hash that a checkpoint of the request has, empty if the request has no checkpoints. Raises
+def _savepoints(request: Request, submission: Submission) -> str:
+    """The hash that a savepoint of the request has, empty if the request has no savepoints. Raises
     BadRequest for a request that no keeper would send again."""
     if request.durable is None:
         return ""

@@ -35,7 +35,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
-from shared.telemetry.traces import COMPONENT, RequestRecord, SpanRecord, received, root_attributes, root_name
+from shared.telemetry.traces import COMPONENT, RequestFacts, SpanData, received, root_attributes, root_name
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -404,11 +404,11 @@ def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:
         mailbox.tracer.export(fail.trace, fail.origin.parent_span, spans)
 
 
-def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[SpanRecord]:
+def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[SpanData]:
     """The spans of a refused request: its wait in the mailbox, then its tokenization or its wait for a
     scheduler."""
     origin = fail.origin
-    record = RequestRecord(
+    facts = RequestFacts(
         request=fail.request,
         tenant=origin.tenant,
         model=model,
@@ -424,9 +424,9 @@ def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[S
     name = "waiting for a scheduler" if origin.tokenized else "tokenize"
     text = fail.error.message
     return [
-        SpanRecord(root_name(record), start, end, None, root_attributes(record), kind="server", error=text),
-        received(record, start, handled),
-        SpanRecord(name, handled, end, attributes={COMPONENT: component}),
+        SpanData(root_name(facts), start, end, None, root_attributes(facts), kind="server", error=text),
+        received(facts, start, handled),
+        SpanData(name, handled, end, attributes={COMPONENT: component}),
     ]
 
 

@@ -125,13 +125,13 @@ check = Subject("headrace.store.check.{tenant}.{model}",
     "A tokenizer validates a request that a keeper is about to store", f"{_REQUEST} -> Drawn")
 check_any_tenant = check.of_any_tenant
 state = Subject("headrace.store.state.{tenant}.{request}",
-    "The last checkpoint of a durable request, in stream HR_STATE", "Tokenized | Tokens")
+    "The last savepoint of a durable request, in stream HR_STATE", "Tokenized | Tokens")
 resume = Subject("headrace.store.resume.{tenant}.{model}",
-    "A detokenizer has a durable request go on after its checkpoint", "Tokenized | Tokens -> Frame")
+    "A detokenizer has a durable request go on after its savepoint", "Tokenized | Tokens -> Frame")
 resume_any_tenant = resume.of_any_tenant
 session = Subject("headrace.v1.session.{tenant}.{session}",
     "A verb for a session of a tenant, by the client's id; each scheduler answers, `unknown` where it is not",
-    "SessionAsked -> SessionState")
+    "SessionAsked -> SessionState | Refused")
 sessions = Subject("headrace.v1.sessions.{tenant}", "The sessions of a tenant, from each scheduler",
     "empty -> Sessions")
 trace = Subject("headrace.v1.trace.{request}", "The stages of a request", "text -> Trace")

@@ -518,8 +518,8 @@ class DetokenizerCounter:
     FRAMES = counter(f"{_D}frames", "1", status="frames", recent="frames", load="frames")
     TOKENS = counter(f"{_D}tokens", "1", status="tokens", recent="tokens", load="tokens")
     BACKLOG = gauge(f"{_D}backlog", "By", "bytes not sent yet")
-    CHECKPOINTS = counter(f"{_D}checkpoints", "{checkpoint}", "stored")
-    CHECKPOINTS_FAILED = counter(f"{_D}checkpoints_failed", "{checkpoint}")
+    SAVEPOINTS = counter(f"{_D}checkpoints", "{checkpoint}", "stored")
+    SAVEPOINTS_FAILED = counter(f"{_D}checkpoints_failed", "{checkpoint}")
 
 
 _P = "headrace.keeper."

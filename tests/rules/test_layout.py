@@ -28,8 +28,8 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding", "overlap",
-            "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
+            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding",
+            "overlap", "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -68,10 +68,11 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
     "services/tokenizer/structured_output.py", "services/tokenizer/template_probe.py",
     "shared/nats/jetstream.py",
-    "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
+    "shared/nats/object_store.py", "shared/nats/permissions.py", "services/executor/cpu/autotune.py",
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
     "services/executor/sampling/logits_processors.py",
     "services/executor/quantised/", "shared/vocab/gguf.py", "shared/vocab/vectors.py",
+    "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.

@@ -11,7 +11,7 @@ from shared import codec
 
 COMING = {
     "PromptTokens",  # log probabilities of prompts
-    "SessionVerb", "SessionAnswer", "KvForget", "KvTouch",  # sessions of agents
+    "KvForget", "KvTouch",  # sessions of agents
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ blocks comes the spare block: rows of finished sequences and padding write there
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import mmap
 from collections.abc import Iterator
@@ -17,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import FP8, FP8_MAX, copy_blocks
-from kernels.elementwise import apply_rope, rope_table
-from services.executor.checkpoint.stored import Dense
+from kernels.attention import FP8, FP8_MAX, PLAIN, Scoring, copy_blocks, weigh
+from kernels.elementwise import apply_rope
 from services.executor.checkpoint.weights import WHOLE, Stage, Weights
 from services.executor.model import program
 from services.executor.model.description import Attention, Rope, Shapes, describe
@@ -27,12 +27,15 @@ from services.executor.parallel.coroutines import run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from shared.errors import SetupError
 from shared.messages import Ints
-from shared.processes import available_bytes
+from shared.processes import available_bytes, memory_limit
+
+log = logging.getLogger("headrace.executor")
 
 LAYOUT = "block.layer.kv.token.head.dim"
 _CPU_BYTES = 1 << 30  # at most, and at most a quarter of the free memory
 _CPU_L1_BYTES = 2 << 30  # at most; what L1 takes beside the cache of a CPU, here in the cache itself
 _GPU_SHARE = 0.9  # of the free memory after the weights are loaded; the rest is for activations
+_CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries in a process, which torch does not count
 TOKENS = 128  # of the pass that finds the scales of fp8
 _STRIDE = 7919  # a prime: spreads the tokens of that pass over the vocabulary
 HEADROOM = (
@@ -94,15 +97,47 @@ def block_bytes(shapes: Shapes, block_tokens: int, dtype: torch.dtype) -> int:
     return shapes.layers * 2 * block_tokens * shapes.kv_heads * shapes.head_dim * dtype.itemsize
 
 
-def fitting_blocks(size_bytes: int, device: torch.device, most: int, *, only_tier: bool = False) -> int:
-    """How many blocks of `size_bytes` fit into the free memory, at most `most`. `only_tier`: a CPU's cache
-    takes the share of L1, too."""
-    if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
-    else:
-        quarter = available_bytes() // 4
-        budget = min(quarter, _CPU_BYTES) + (min(quarter, _CPU_L1_BYTES) if only_tier else 0)
+def fitting_blocks(size_bytes: int, most: int, *, only_tier: bool = False) -> int:
+    """How many blocks of `size_bytes` fit into the free memory of a CPU, at most `most`. `only_tier`: the
+    cache takes the share of L1, too."""
+    quarter = available_bytes() // 4
+    budget = min(quarter, _CPU_BYTES) + (min(quarter, _CPU_L1_BYTES) if only_tier else 0)
     return max(1, min(budget // size_bytes - 1, most))
+
+
+def gpu_blocks(
+    size_bytes: int, device: torch.device, most: int, beside_bytes: int, limit: str, asked: int = 0
+) -> int:
+    """How many blocks of `size_bytes` fit on a GPU once the weights are there, at most `most`; or `asked`.
+
+        limit  = weights and what torch holds | CUDA's context | activations and slots | KV
+        (free)                                                   beside_bytes or a tenth of the rest
+
+    `limit`: see `memory_limit`; empty: all that is free, which other programs leave. `beside_bytes`: what
+    steps and slots need at least. Raises SetupError where they do not fit."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+    room = min(free, memory_limit(limit, total) - held) if limit else free
+    beside = max(room - int(room * _GPU_SHARE), beside_bytes)
+    if limit and asked:  # the numbers are given: what is left beside them must do
+        beside = beside_bytes
+    log.info(
+        "memory of the GPU: %.1f GiB, %.1f free, %.1f held with the weights; left%s: %.1f, of them %.1f for "
+        "activations and slots",
+        total / 2**30, free / 2**30, held / 2**30, f" within gpu_memory {limit}" if limit else "",
+        max(room, 0) / 2**30, beside / 2**30,
+    )  # fmt: skip
+    found = (room - beside) // size_bytes - 1
+    if asked and (not limit or asked <= found):
+        return asked
+    if found < max(asked, 1):
+        within = f" within gpu_memory {limit}" if limit else ""
+        raise SetupError(
+            f"{max(room, 0) / 2**30:.1f} GiB of the GPU are left{within}, and activations and slots take "
+            f"{beside / 2**30:.1f}: {asked or 1} KV blocks of {size_bytes / 2**20:.2f} MiB do not fit; raise "
+            "gpu_memory, or lower kv_blocks, slots or step_tokens"
+        )
+    return min(found, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +210,7 @@ class _Rows:
 
     x: Tensor
     residual: Tensor
+    kept: Tensor | None = None
 
 
 @torch.no_grad()
@@ -185,10 +221,9 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     Everything is float32 and eager, so all devices find the same powers of two."""
     count = min(TOKENS, shapes.max_context)
     ids = torch.arange(count, device=weights.norm.device) * _STRIDE % shapes.vocab
-    frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-    rotations = rope_table(frequencies, count, shapes.rope_gain).to(ids.device)
+    rotations = program.rotations(shapes, count, ids.device)
     if stage.first:
-        residual = weights.embedding.rows(ids).values.float()
+        residual = program.embedded(weights.embedding.rows(ids).values.float(), shapes)
     else:
         residual = stage.receive(torch.empty(count, shapes.hidden, device=ids.device))
     found = []
@@ -198,11 +233,12 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
             query, key, value = program.split_heads(values.x, attention.op.heads, attention.op.kv_heads)
             radius = torch.hypot(*key.chunk(2, -1)) * max(1.0, shapes.rope_gain)
             found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
-            values.x = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
+            query, key = (apply_rope(each, rotations[rope.op.table]) for each in (query, key))
+            values.x = _attend(query, key, value, program.scoring_of(attention))
 
         return step
 
-    operations = program.placed(describe(shapes), weights.layers, Dense.of(weights.norm), keep=True)
+    operations = program.placed(describe(shapes), weights.layers, weights.norms, keep=True)
     steps = program.steps_of(
         operations, {**program.REFERENCE, (Rope, Attention): measured}, program.REFERENCE
     )
@@ -213,7 +249,7 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     return torch.stack(found)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Causal attention of one sequence, `[tokens, heads, head_dim]` each, to `[tokens, heads * head_dim]`.
     torch's attention is not used: its algorithm differs by device."""
     tokens, heads, dim = query.shape
@@ -221,6 +257,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k, v = (each.transpose(0, 1) for each in (query, key, value))
     k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    if scoring is not PLAIN:
+        mask = torch.zeros(later.shape, device=query.device).masked_fill_(later, -torch.inf)
+        attended = weigh(q[:, None], k[:, None], v[:, None], mask, scoring)[:, 0]
+        return attended.transpose(0, 1).reshape(tokens, heads * dim)
     scores = (q @ k.mT * dim**-0.5).masked_fill(later, -torch.inf)
     attended = torch.matmul(scores.softmax(-1), v)
     return attended.transpose(0, 1).reshape(tokens, heads * dim)
@@ -257,7 +297,7 @@ def fingerprint(
     parts = (_FORMAT, model, repr(shapes), str(weights.norm.dtype), str(block_tokens), LAYOUT)
     experts = () if shapes.experts is None else (repr(shapes.experts),)
     gain = () if shapes.rope_gain == 1.0 else (f"rope gain {shapes.rope_gain!r}",)
-    for part in (*parts, *experts, *gain, *kept.marks()):
+    for part in (*parts, *experts, *gain, *shapes.options.marks, *kept.marks()):
         digest.update(part.encode() + b"\0")
     for tensor in tensors_of(weights):
         flat = tensor.flatten()
@@ -278,6 +318,7 @@ def size_bytes(weights: Weights) -> int:
 
 def tensors_of(weights: Weights) -> Iterator[Tensor]:
     """All tensors of a model. Tied ones occur twice."""
-    yield from (*weights.embedding.data, weights.norm, *weights.head.data)
+    biases = () if weights.norm_bias is None else (weights.norm_bias,)
+    yield from (*weights.embedding.data, weights.norm, *biases, *weights.head.data)
     for layer in weights.layers:
         yield from (part for stored in layer.values() for part in stored.data)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pkgutil import resolve_name
 from typing import Any
@@ -26,10 +27,8 @@ from torch import Tensor
 
 import kernels.cpu_jit
 from kernels.attention import FP8
-from kernels.elementwise import rope_table
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.checkpoint.loader import Loaded, TorchOptions, device_of, grammars_of, info_of, load
-from services.executor.checkpoint.stored import Dense
 from services.executor.checkpoint.weights import gathered_logits
 from services.executor.cpu.batch import Batch, BatchBuilder, Slots
 from services.executor.cpu.layers import Operators, StepValues, TorchOperators, table
@@ -51,7 +50,16 @@ from services.executor.engine import (
 )
 from services.executor.kv_transfer.copiers import CudaCopier, HostCopier
 from services.executor.model.description import describe
-from services.executor.model.program import REFERENCE, Step, placed, run, steps_of
+from services.executor.model.program import (
+    REFERENCE,
+    Step,
+    embedded,
+    placed,
+    rotations,
+    run,
+    shaped,
+    steps_of,
+)
 from services.executor.parallel.coroutines import CommThread, ForwardPass, run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
@@ -112,13 +120,15 @@ class TorchBackend:
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
-        self._speculation = speculation_of(self._slots.tokens) if options.max_drafts else None
+        self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
+        # the ranks of a group find the same drafts, each on its own: without grammars, which the last one has
+        forced = partial(self._host_rows.forced, self._slots.tokens if alone else None)
+        self._speculation = speculation_of(self._slots.tokens, forced) if options.max_drafts else None
         if self._speculation is not None:
             self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
         self._batches = BatchBuilder(
             self._slots, cache, deterministic=exact, sequences=kinds.sequences, adapters=self.adapters
         )
-        self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
@@ -345,7 +355,7 @@ class Model:
         self._head = None
         if stage.last:
             self._head = products.linear(weights.head, dtype=torch.float32, sensitive=True)
-        operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm))
+        operations = placed(describe(shapes), weights.layers, weights.norms)
         takes = table(products, operators, deterministic=deterministic, adapters=adapters)
         self._steps = steps_of(operations, takes, REFERENCE)
         self._at_once: Step | None = None  # all steps but the first norm in one call, if the kernels can
@@ -356,8 +366,7 @@ class Model:
         self._embedding = weights.embedding.for_rows()
         self._deterministic = deterministic
         self._products = products
-        frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, loaded.context, shapes.rope_gain).to(device)
+        self._rotations = rotations(shapes, loaded.context, device)
 
     def compile_products(self, most_rows: int) -> None:
         """Compile the kernels of the products for up to `most_rows` rows, so that no step waits for them."""
@@ -372,7 +381,9 @@ class Model:
             self._stage.send(values.residual.clone())  # while it is sent, the next step overwrites it
             return None, None
         found = x[batch.sampled]
-        return self._logits(found) if values.logits is None else values.logits, found
+        if values.logits is None:
+            return self._logits(found), found
+        return shaped(values.logits, self._shapes), found
 
     def forward_micro_batches(
         self, micro_batches: Sequence[Batch], order: Tensor, kv: Tensor, run_interleaved: RunInterleaved
@@ -385,11 +396,13 @@ class Model:
 
     def _inputs(self, batch: Batch, kv: Tensor) -> StepValues:
         """The embedding of the tokens, or what the stage before has computed."""
+        shapes = self._shapes
         if self._stage.first:
-            residual = self._embedding.rows(batch.ids).values
+            residual = embedded(self._embedding.rows(batch.ids).values, shapes)
         else:
-            residual = self._stage.receive(self._like.new_empty(len(batch.ids), self._shapes.hidden))
-        return StepValues(residual, residual, self._rotations[batch.positions], batch, kv)
+            residual = self._stage.receive(self._like.new_empty(len(batch.ids), shapes.hidden))
+        turns = [table[batch.positions] for table in self._rotations]
+        return StepValues(residual, residual, turns, batch, kv)
 
     def _layers(self, values: StepValues) -> ForwardPass:
         """The head's input for all rows."""
@@ -405,7 +418,8 @@ class Model:
         samples = len(chosen)
         if self._deterministic:
             chosen = F.pad(chosen, (0, 0, 0, -samples % ROW_TILE))
-        return gathered_logits(self._head(chosen)[:samples], self._shapes.vocab, self._ranks).float()
+        found = gathered_logits(self._head(chosen)[:samples], self._shapes.vocab, self._ranks).float()
+        return shaped(found, self._shapes)
 
 
 def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:

@@ -72,6 +72,11 @@ class Grammars:
         masks[[*places.values()]] = -1
         return dict.fromkeys(places, _NO_GRAMMARS)
 
+    def forced(self, tokens: Tokens, slot: int, most: int) -> Sequence[int]:
+        """At most so many tokens that a slot's grammar hardly leaves open, after its `tokens`. For a thread
+        that no other one samples the slot beside."""
+        return ()
+
     def choose(
         self, sampler: Sampler, logits: Tensor, slots: list[int], positions: list[int], tokens: Tokens
     ) -> HostWork:
@@ -147,6 +152,10 @@ class HostRows:
     def has_grammar(self, slots: Sequence[int]) -> bool:
         """Whether a slot of these has a grammar."""
         return bool(self._grammars.rows_of(slots))
+
+    def forced(self, tokens: Tokens | None, slot: int, most: int) -> Sequence[int]:
+        """See Grammars.forced; without `tokens` none are."""
+        return () if tokens is None else self._grammars.forced(tokens, slot, most)
 
     def write_masks(
         self, slots: Sequence[int], tokens: Tokens, masks: NDArray[np.int32]

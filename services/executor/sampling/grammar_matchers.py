@@ -45,6 +45,8 @@ from shared.errors import EngineError
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, SlotOpen
 from shared.vocab.vocabulary import Vocabulary
 
+QUOTE = ' "'  # begins a name after a comma
+GLUES = (': "', ": ")  # between a name and its value, as most models write them
 _WORD_BITS = 32
 _NONE = -1
 COMPILE_S = 20.0  # a row waits so long for its grammar; the scheduler plans it when it is compiled
@@ -70,7 +72,7 @@ class CompiledGrammars:
     ) -> None:
         self._compiler, self._report = GrammarCompiler(load, vocab), report
         self._rows: dict[int, _Row] = {}
-        self._words = -(-vocab // _WORD_BITS)
+        self._vocab, self._words = vocab, -(-vocab // _WORD_BITS)
 
     def open(self, opened: SlotOpen) -> None:
         self.close(opened.slot)
@@ -160,6 +162,35 @@ class CompiledGrammars:
 
         failures = _each(rows, accept)
         return again, failures
+
+    def forced(self, tokens: Tokens, slot: int, most: int) -> Sequence[int]:
+        """The text that the grammar forces, with the usual space and quotes of JSON around it, as tokens."""
+        row = self._rows.get(slot)
+        if row is None or not row.compilation.result.done() or row.compilation.result.exception():
+            return ()
+        try:
+            matcher = self._accept(row, tokens(slot))
+        except EngineError:
+            return ()  # the row fails where it is sampled
+        if row.ended or (encode := self._compiler.encode) is None:
+            return ()
+        text, taken = "", 0
+
+        def take(more: str) -> bool:
+            nonlocal text, taken
+            ids = encode(more)
+            if matcher.validate_tokens(ids) < len(ids) or not matcher.consume_tokens(ids):
+                return False
+            text, taken = text + more, taken + len(ids)
+            return True
+
+        if not (names := matcher.compute_ff_bytes()) and take(QUOTE):
+            names = matcher.compute_ff_bytes()
+        while names and taken < most and take(names.decode(errors="ignore")):
+            names = matcher.compute_ff_bytes() if any(map(take, GLUES)) else b""
+        matcher.rollback(taken)
+        ids = encode(text)[:most] if text.strip(QUOTE) else []
+        return ids if max(ids, default=0) < self._vocab else ()  # weights may have fewer tokens
 
     def choose(
         self, sampler: Sampler, logits: Tensor, slots: list[int], positions: list[int], tokens: Tokens
@@ -279,6 +310,7 @@ class GrammarCompiler:
         self._views: dict[frozenset[str], LLTokenizer] = {}  # by the control tokens that have a text
         self._making = threading.Lock()  # guards `_views`
         self.ends = frozenset[int]()  # tokens that end an answer; known once a grammar is compiled
+        self.encode: Callable[[str], list[int]] | None = None  # of the vocabulary, known then, too
         self._changed = threading.Condition()  # guards the fields below
         self._cache: OrderedDict[bytes, Compilation] = OrderedDict()
         self._queues: OrderedDict[str, deque[Compilation]] = OrderedDict()  # by tenant, next turn first
@@ -390,7 +422,7 @@ class GrammarCompiler:
                 texts = vocabulary.bytes_with(markers)[: self._vocab]  # weights may have fewer tokens
                 texts += [b""] * (self._vocab - len(texts))
                 ends = [i for i in vocabulary.eos_ids if i < self._vocab]
-                self.ends = frozenset(ends)
+                self.ends, self.encode = frozenset(ends), vocabulary.encode
                 self._views[markers] = _tokenizer(texts, ends)
             return self._views[markers]
 

@@ -18,16 +18,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from services.executor.engine import NO_DRAFT, ChooseRows, Drafter, Drafts, Runs
+from services.executor.engine import NO_DRAFT, ChooseRows, Drafter, Drafts, Forced, Runs
 from services.executor.speculation.prompt_drafts import PromptDrafts
 from shared.messages import AT_DEVICE, FROM_DEVICE, Ints, StepPlan, ints
 
 MOST_DRAFTS = 8  # of a row
 
 
-def drafting(tokens: Callable[[int], Ints]) -> DraftRows:
-    """The drafts of an engine with these `tokens` of its slots."""
-    return DraftRows(PromptDrafts(tokens), tokens)
+def drafting(tokens: Callable[[int], Ints], forced: Forced) -> DraftRows:
+    """The drafts of an engine with these `tokens` of its slots, and what their grammars have `forced`."""
+    return DraftRows(PromptDrafts(tokens, forced), tokens)
 
 
 class DraftRows:

@@ -151,7 +151,7 @@ class ResponseEvents(Chunks):
         self._held.clear()
         self._output = output_of(self._call, self._format)
 
-    def _start_over(self, finish: Iterable[Event] = ()) -> list[str]:
+    def _start_over(self) -> list[str]:
         """Send this attempt from its beginning: its text is another one."""
         if not self._stored:
             raise changed()

@@ -20,12 +20,11 @@ from services.keeper.parts import Keeper, Part
 from services.keeper.records import BATCH, Body, Hook
 from services.keeper.verbs import reply_subject
 from shared import bodies
-from shared.client.chunks import lines_of
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest, WireError
 from shared.nats import subjects
 from shared.nats.interface import Delivery, NoResponders, RequestTimeout
 from shared.nats.jetstream import StreamFull, Taken, deliveries
-from shared.nats.object_store import ObjectStore, new_id
+from shared.nats.object_store import ObjectStore, lines_of, new_id
 from shared.openai.batch_lines import InputCheck, read_line
 from shared.telemetry.counters import Counted, KeeperCounter
 

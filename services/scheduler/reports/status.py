@@ -26,8 +26,8 @@ from services.scheduler import load_shedding, recovery
 from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
-from services.scheduler.state.counters import StepRecord, TenantUsage
-from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
+from services.scheduler.state.counters import LoggedStep, TenantUsage
+from services.scheduler.state.requests import CLASS_NAMES, Phase, request_facts
 from services.scheduler.state.state import Executor, State
 from shared.actor.membership import COLD_START, MIXED, WAITS, WORK
 from shared.kv_blocks import blocks_for
@@ -356,9 +356,9 @@ def trace(
     live = next((r for key, r in state.requests.items() if is_wanted(key)), None)
     ended = None if live is not None else state.ended.find(is_wanted)
     if live is not None:
-        facts, context = request_record(live, state.now_us), live.trace
+        facts, context = request_facts(live, state.now_us), live.trace
     elif ended is not None:
-        facts, context = ended.record, ended.trace
+        facts, context = ended.facts, ended.trace
     else:
         return {"request_id": request, "state": "unknown"}
     spans = request_spans(facts)
@@ -397,7 +397,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _step_columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
+def _step_columns(records: list[LoggedStep], wall_offset_us: int) -> dict[str, list[Any]]:
     """The steps as columns; times are wall clock."""
     split = {r.step for r in [r for r in records if r.segments][-MAX_SPLIT:]}
     columns: dict[str, list[Any]] = {

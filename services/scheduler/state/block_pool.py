@@ -12,6 +12,8 @@ from itertools import chain, islice
 
 MOST_LOST = 65_536  # keys: 10 MB
 
+Owner = tuple[int, int, str, int]  # a sequence, the index in its table, its tenant, the length of the table
+
 
 @dataclass(kw_only=True)
 class BlockPool:
@@ -65,7 +67,7 @@ class BlockPool:
     key_of: list[bytes | None] = field(init=False)
     block_of: dict[bytes, int] = field(init=False, default_factory=dict)
     valid_tokens: dict[int, int] = field(init=False, default_factory=dict)  # of partial blocks with a key
-    owner_of: list[tuple[int, int, str]] = field(init=False)  # of its last release: sequence, index, tenant
+    owner_of: list[Owner] = field(init=False)  # of its last release
     clean: set[int] = field(init=False, default_factory=set)  # a tier below holds the content, too
     copies: dict[int, int] = field(init=False, default_factory=dict)  # block -> copies in flight
     lost: dict[bytes, None] = field(init=False, default_factory=dict)  # evicted without a copy, oldest first
@@ -85,7 +87,7 @@ class BlockPool:
         self.free_slots = list(range(self.slots - 1, -1, -1))
         self.refs = [0] * self.blocks
         self.key_of = [None] * self.blocks
-        self.owner_of = [(0, 0, "")] * self.blocks
+        self.owner_of = [(0, 0, "", 1)] * self.blocks
         self._last_step = [0] * self.blocks
 
     # How many blocks and slots are in which state
@@ -248,8 +250,9 @@ class BlockPool:
         """Sequence `seq` of `tenant` gives up its table and slots; steps up to `last_step` may name them."""
         refs, last_steps = self.refs, self._last_step
         if self.write_back:  # only tiers use the owners
+            length = len(table)
             for at, block in enumerate(table):
-                self.owner_of[block] = (seq, at, tenant)
+                self.owner_of[block] = (seq, at, tenant, length)
         for block in reversed(table):
             refs[block] -= 1
             if last_steps[block] < last_step:

@@ -1,4 +1,4 @@
-"""Requests and sequences. `Sequence.tokens` is the authoritative record of a sequence's tokens.
+"""Requests and sequences. `Sequence.tokens` is the one authority on a sequence's tokens.
 
 tokens:   prompt ........ | generated, applied .... |
 computed: KV planned up to here, advanced when a step is planned
@@ -20,7 +20,7 @@ from enum import Enum
 from shared import messages
 from shared.errors import SetupError, from_code
 from shared.telemetry import traces
-from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestRecord
+from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestFacts
 
 MAX_DECISIONS = 64  # of a sequence, for the trace: one Close carries them
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
@@ -62,6 +62,7 @@ class Request:
     model_digest: str = ""  # of the executors that have generated its tokens, or are expected to
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
+    calls: tuple[str, ...] = ()  # names of the functions that its answers call
     promotions: int = 0  # classes that it has risen by aging
     executor_deaths: int = 0  # deaths of executors that it may have caused: see ../admission.py
     acquittals: int = 0  # of these deaths, later found to be none
@@ -162,7 +163,11 @@ def add_scores(
 
 
 UNKNOWN_PM = 500  # of drafts that nothing is known of
-FAST, SLOW = 8, 64  # drafts over which a share is learned: of a sequence, of an executor
+FIRST, FAST, SLOW = (
+    6,
+    32,
+    64,
+)  # drafts over which a share is learned: of a sequence at first and later, of an executor
 
 
 @dataclass(slots=True)
@@ -173,21 +178,31 @@ class Drafting:
     has refused it. So it is an upper bound of the slot's length, by at most `in_flight`."""
 
     in_flight: int = 0  # drafts of its steps without a result
-    count: int = -1  # that its next row may have; -1: not chosen yet
+    count: int = -1  # that pay in its next row; -1: not known yet
     found_pm: int = UNKNOWN_PM  # of its rows that might have drafts, those that had
     kept_pm: int = UNKNOWN_PM  # of its drafts after kept ones, those that were kept
     tried_step: int = 0  # when a draft of it was last refused, see ../speculation.py
+    quiet: int = 0  # its last rows without a draft that was found
+    in_turn: bool = False  # it is one of DraftPace.in_turn
     accepted: int = 0  # drafts that became tokens
     rejected: int = 0
 
     def learn(self, drafted: int, kept: int, *, refused: bool) -> None:
         """`kept` of the `drafted` drafts of a row became tokens. `refused`: the one after them did not."""
-        self.found_pm += ((1_000 if drafted else 0) - self.found_pm) // FAST
-        for _ in range(kept):
-            self.kept_pm += (1_000 - self.kept_pm) // FAST
-        self.kept_pm -= self.kept_pm // FAST if refused else 0
+        self.found_pm += ((1_000 if drafted else 0) - self.found_pm) // FIRST
+        self.quiet = 0 if drafted else self.quiet + 1
+        for right in [True] * kept + [False] * refused:
+            over = min(FIRST + self.accepted + self.rejected, FAST)
+            self.kept_pm += ((1_000 if right else 0) - self.kept_pm + over // 2) // over
         self.accepted += kept
         self.rejected += drafted - kept
+
+    def choose(self, least_pm: int, most: int) -> None:
+        """Choose how many drafts pay, at most `most`: those with a probability of `least_pm` to be kept."""
+        chance, self.count = self.kept_pm, 0
+        while chance >= least_pm and self.count < most:
+            self.count += 1
+            chance = chance * self.kept_pm // 1_000
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -324,6 +339,7 @@ class Sequence(StepFields):
         self.copies, self.debt = TierCopies(), RecomputeDebt()
         self.compiles_grammar = False
         self.drafting.in_flight, self.drafting.count = 0, -1
+        self.drafting.quiet, self.drafting.in_turn = 0, False
 
     def record_decision(self, now_us: int, what: str, why: str, **numbers: int) -> None:
         """Record a decision for the request's trace."""
@@ -404,7 +420,7 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> messag
     )
 
 
-def request_record(request: Request, now_us: int) -> RequestRecord:
+def request_facts(request: Request, now_us: int) -> RequestFacts:
     """The data for the spans of a request; a running one is recorded as if it ended now."""
     tokenized = request.tokenized
     choices = []
@@ -413,7 +429,7 @@ def request_record(request: Request, now_us: int) -> RequestRecord:
         tokens = s.final if s.close else s.generated
         choices.append(Choice(index=s.choice, tokens=tokens, reason=s.reason or s.phase.value, close=close))
     failed = next((c.close for c in choices if c.close.code), None)
-    return RequestRecord(
+    return RequestFacts(
         request=tokenized.request,
         tenant=tokenized.tenant,
         model=tokenized.model,
@@ -502,11 +518,11 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The record of an ended request."""
+    """What is kept of an ended request."""
 
     inbox: str
     trace: str  # the traceparent of its root span, empty when not traced
-    record: RequestRecord
+    facts: RequestFacts
     ended_us: int  # by the scheduler's monotonic clock
 
 
@@ -575,7 +591,12 @@ class StreamLost:
 
 
 @dataclass(frozen=True, slots=True)
-class TierReady:
+class BrokerBack:
+    """The broker was away: requests may have been sent meanwhile that nothing here has seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadReady:
     """A kv_offload is ready, or is a new incarnation of itself; its arena serves executors of its host."""
 
     actor: str
@@ -586,7 +607,7 @@ class TierReady:
 
 
 @dataclass(frozen=True, slots=True)
-class TierLost:
+class OffloadLost:
     """A kv_offload missed its heartbeats or stopped."""
 
     actor: str
@@ -635,8 +656,9 @@ Event = (
     | PeerDraining
     | PeerLost
     | StreamLost
-    | TierReady
-    | TierLost
+    | BrokerBack
+    | OffloadReady
+    | OffloadLost
     | Ticked
     | DrainRequested
     | DrainTimedOut

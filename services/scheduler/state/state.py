@@ -6,10 +6,11 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
-from services.scheduler.state.cost_model import CostModel, StepPace
+from services.scheduler.state.cost_model import CostModel, DraftTimes, StepPace
 from services.scheduler.state.counters import Counters, StepLog
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import (
@@ -24,7 +25,7 @@ from services.scheduler.state.requests import (
 from services.scheduler.state.reuse import Reuse
 from services.scheduler.state.transfers import Tiers, TransferLink
 from services.scheduler.state.waiting_queue import Quotas, WaitingQueue
-from shared.messages import AT_DEVICE, ExecHello, Message, Rejected, StepPlan, StepResult
+from shared.messages import ExecHello, Message, Rejected, SessionAnswer, SessionVerb, StepPlan, StepResult
 from shared.step_model import StepShape
 
 MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
@@ -90,13 +91,7 @@ class InFlight:
     predicted_us: int = 0  # 0: not predicted
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
     lead_us: int = 0  # before the predicted end of the step that ran: see overlap.py
-    drafts: int = 0  # that its rows may have
-
-    def drafts_of(self, row: int) -> int:
-        """How many drafts a row of `rows` may have."""
-        forward = self.plan.sample_rows[row]
-        at_device = self.plan.from_device[forward] == AT_DEVICE
-        return self.plan.counts[forward] - 1 if at_device else 0
+    drafts: dict[int, int] = field(default_factory=dict)  # how many its rows may have, by index into `rows`
 
 
 @dataclass(slots=True)
@@ -150,11 +145,51 @@ class ModelExecutors:
 
 @dataclass(slots=True)
 class DraftPace:
-    """How drafts of an executor went lately: what a new sequence begins with."""
+    """How drafts of an executor went lately: what a new sequence begins with. And which sequences are asked
+    for drafts, so that a step takes no loop over all its rows."""
 
     found_ppm: int = 1_000 * requests.UNKNOWN_PM  # as of Drafting, per million: they change slowly
     kept_ppm: int = 1_000 * requests.UNKNOWN_PM
     chosen_step: int = 0  # when the drafts of its rows were last chosen
+    least_pm: int = 0  # the probability from which a draft pays
+    together: int = 0  # drafts of each row that pay, of recorded steps
+    last_step: int = 0  # the last result of a step with drafts
+    last_pm: int = 0  # drafts that were kept in it, for each row
+    times: DraftTimes = field(default_factory=DraftTimes)
+    bare_step: dict[int, int] = field(
+        default_factory=dict
+    )  # the last one without drafts, by the size of its rows
+    asked: list[Row] = field(default_factory=list)  # in each step
+    in_turn: deque[Row] = field(default_factory=deque)  # a few in each step
+
+    def begin(self, sequence: Sequence, slots: int) -> None:
+        """Its prompt is planned: it decodes from now on, on an executor with so many slots."""
+        if len(self.asked) >= slots:
+            self.asked = [(s, placement) for s, placement in self.asked if s.placement == placement]
+        self.asked.append((sequence, sequence.placement))
+
+    def ask(self, row: Row) -> None:
+        """Ask a row in each step that was asked in turn."""
+        row[0].drafting.in_turn = False
+        self.in_turn.remove(row)
+        self.asked.append(row)
+
+    def ask_in_turn(self, row: Row) -> None:
+        """Ask a row in turn that was asked in each step."""
+        row[0].drafting.in_turn = True
+        self.in_turn.append(row)
+
+    def next_in_turn(self, most: int) -> list[Sequence]:
+        """At most so many of the rows in turn."""
+        found = list[Sequence]()
+        for _ in range(len(self.in_turn) if most else 0):
+            sequence, placement = row = self.in_turn.popleft()
+            if sequence.placement == placement:
+                self.in_turn.append(row)
+                found.append(sequence)
+                if len(found) == most:
+                    break
+        return found
 
     def learn(self, drafted: int, kept: int, *, refused: bool) -> None:
         """See Drafting.learn."""
@@ -383,6 +418,55 @@ class DroppedExecutor:
 
 
 @dataclass(slots=True)
+class SessionEvents:
+    """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py,
+    which the policy `sessions` puts in its place."""
+
+    learns: bool = False
+
+    def on_request(self, state: State, request: Request) -> None:
+        """A request has come, before the keys of its prompt are computed."""
+
+    def on_admitted(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A new prompt starts, and has its cached blocks."""
+
+    def on_closed(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A running sequence ends, and still has its blocks."""
+
+    def on_ended(self, state: State, request: Request) -> None:
+        """The last choice of a request is over, and the functions that its answer calls are known."""
+
+    def on_event(self, state: State) -> None:
+        """After each event."""
+
+    def on_cut(self, state: State) -> None:
+        """Peers or messages were lost: requests may have come and not been seen."""
+
+    def on_evicted(self, state: State) -> None:
+        """A tier below has evicted blocks."""
+
+    def chance_pm(self, state: State, seq: int, at: int, tenant: str) -> int:
+        """The chance that the block is used again which was entry `at` of the table of sequence `seq`."""
+        return state.reuse.chance_pm(tenant)
+
+    def wants_ticks(self) -> bool:
+        """Whether something is left to do without an event."""
+        return False
+
+    def on_verb(self, state: State, verb: SessionVerb) -> SessionAnswer:
+        """A client asks for a session, or for something to be done with its blocks."""
+        return SessionAnswer(state="unknown")
+
+    def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
+        """The sessions of a tenant, or of all, the least idle first."""
+        return []
+
+    def summary(self, state: State) -> dict[str, Any]:
+        """What was learned, for people: counts, and pauses by tool."""
+        return {}
+
+
+@dataclass(slots=True)
 class State:
     """The whole state; `now_us` is the time of the event being handled."""
 
@@ -398,6 +482,7 @@ class State:
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
     idle_since_us: int = 0  # since when there is no request; 0: there is one
     reuse: Reuse = field(default_factory=Reuse)
+    sessions: SessionEvents = field(default_factory=SessionEvents)
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor

@@ -22,6 +22,7 @@ from services.scheduler.state.waiting_queue import (
     tokens_of,
 )
 from shared.kv_blocks import extend, root_key
+from shared.messages import AT_DEVICE
 
 PLACES = {Phase.WAITING: (1, 0, 0), Phase.RUNNING: (0, 1, 0), Phase.CLOSING: (0, 0, 1)}
 
@@ -114,8 +115,12 @@ def _check_executor(executor: Executor) -> None:
     rows = Counter(s.seq for flight in flights for s, at in flight.rows if s.placement == at)
     drafts = Counter[int]()
     for flight in flights:
-        of_rows = [flight.drafts_of(row) for row in range(len(flight.rows))]
-        assert flight.drafts == sum(of_rows), "drafts of a step are not counted"
+        at = zip(flight.plan.sample_rows, flight.rows, strict=True)
+        fed, counts = flight.plan.from_device, flight.plan.counts
+        of_rows = [counts[row] - 1 if fed[row] == AT_DEVICE else 0 for row, _ in at]
+        assert flight.drafts == {row: count for row, count in enumerate(of_rows) if count}, (
+            "drafts are not counted"
+        )
         for (s, at), count in zip(flight.rows, of_rows, strict=True):
             drafts[s.seq] += count if s.placement == at else 0
     for s in running:
@@ -243,10 +248,10 @@ def _check_tiers(tiers: Tiers) -> None:
     used = {tier.actor: tier for tier in tiers.by_host.values()}
     assert all(tier.host_id == host for host, tier in tiers.by_host.items()), "a tier serves another host"
     assert not used.keys() & tiers.standby.keys(), "a tier is in use and stands by"
-    assert all(lookup.tier in used for lookup in tiers.lookups.values()), "a lookup outlived its tier"
+    assert all(lookup.offload in used for lookup in tiers.lookups.values()), "a lookup outlived its tier"
     assert not tiers.lookups.keys() & tiers.jobs.keys(), "a lookup and a job have one number"
     for number, job in tiers.jobs.items():
         assert (job.number, len(job.blocks)) == (number, len(job.keys)), "a block of a job has no key"
-        assert job.phase is JobPhase.COPYING or job.tier in used, "a job waits for a tier that is gone"
+        assert job.phase is JobPhase.COPYING or job.offload in used, "a job waits for a tier that is gone"
         assert len(job.valid) == (len(job.blocks) if job.up else 0)
         assert bool(job.seq) == job.up

@@ -21,13 +21,13 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import (
     Arrived,
     Event,
+    OffloadLost,
+    OffloadReady,
     PeerLost,
     PeerReady,
     PolicySet,
     Send,
     Ticked,
-    TierLost,
-    TierReady,
 )
 from services.scheduler.state.state import AUTO, Limits
 from shared.kv_blocks import choice_seed
@@ -257,7 +257,7 @@ class World:
         heartbeat."""
         self.side.tier, self.side.name, self.side.host = tier, name, host
         self.map_arena()
-        self.handle(TierReady(name, tier.arena.generation, host, tier.arena.generation, tier.tiers))
+        self.handle(OffloadReady(name, tier.arena.generation, host, tier.arena.generation, tier.tiers))
 
     def map_arena(self) -> None:
         """Engines of the tier's host map its present arena."""
@@ -268,7 +268,7 @@ class World:
     def lose_tier(self) -> None:
         """kv_offload dies. What was on its way is lost; its arena stays mapped."""
         self.side.kept, self.side.tier = self.side.tier, None
-        self.handle(TierLost(self.side.name))
+        self.handle(OffloadLost(self.side.name))
 
     def restart_tier(self, mapped: bool = True) -> None:
         """kv_offload as a new incarnation: L1 empty. Engines that are late still map the old arena."""
@@ -279,7 +279,7 @@ class World:
         if mapped:
             self.map_arena()
         generation = tier.arena.generation
-        self.handle(TierReady(self.side.name, generation, self.side.host, generation, tier.tiers))
+        self.handle(OffloadReady(self.side.name, generation, self.side.host, generation, tier.tiers))
 
     def make_copy(self, name: str = "e1", at: int = 0) -> bool:
         """Let an engine make a copy now; its answer waits."""

@@ -15,15 +15,15 @@ from services.scheduler.state.requests import (
     NO_TAIL,
     Arrived,
     DrainRequested,
+    OffloadLost,
+    OffloadReady,
     Tail,
     Ticked,
-    TierLost,
-    TierReady,
 )
 from services.scheduler.state.reuse import Reused
 from services.scheduler.state.state import Executor, Limits
 from shared.messages import KvFound, KvLookup, StepResult, ints
-from shared.telemetry.traces import Choice, RequestRecord, request_spans
+from shared.telemetry.traces import Choice, RequestFacts, request_spans
 
 PROMPT = list(range(3, 24))  # 21 tokens: five blocks of four, and one
 PLACE = ("k1", "f")
@@ -266,7 +266,7 @@ def test_a_restore_lasts_from_the_question_to_the_copy_in_the_trace() -> None:
     world.run()
     closed = world.readers_of("second")[0].closed
     assert closed is not None
-    facts = RequestRecord(
+    facts = RequestFacts(
         request="second", tenant="t", model="m", format="chat", inbox="i", received_wall_us=0,
         detokenizer="d", choices=(Choice(index=0, tokens=2, reason="length", close=closed),),
     )  # fmt: skip
@@ -308,11 +308,11 @@ def test_engine_that_stores_nothing_makes_no_lookup() -> None:
 def test_later_of_two_tiers_on_a_host_counts() -> None:
     """As for the executors: at any message of the earlier one."""
     world = fresh()
-    world.handle(TierReady("k2", 7, "h", 7, ("l1",)))
-    world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
+    world.handle(OffloadReady("k2", 7, "h", 7, ("l1",)))
+    world.handle(OffloadReady("k1", 1, "h", 1, ("l1",)))
     assert world.scheduler.state.tiers.by_host["h"].actor == "k2"
-    world.handle(TierLost("k2"))
-    world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
+    world.handle(OffloadLost("k2"))
+    world.handle(OffloadReady("k1", 1, "h", 1, ("l1",)))
     assert world.scheduler.state.tiers.by_host["h"].actor == "k1"
 
 
@@ -345,11 +345,11 @@ def test_living_tier_that_was_given_up_gets_the_ended_jobs() -> None:
     world.run()
     world.tick(200_000)
     assert [job.up for job in world.scheduler.state.tiers.jobs.values()] == [False]
-    world.handle(TierLost("k1"))
+    world.handle(OffloadLost("k1"))
     world.tier.thaw(world.now_us)
     while world.deliver_tier():
         pass
-    world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
+    world.handle(OffloadReady("k1", 1, "h", 1, ("l1",)))
     world.assert_idle()
 
 

@@ -163,7 +163,7 @@ def test_blocks_of_a_paused_sequence_are_forgotten_under_the_forget_policy(tier:
     hits = [
         dict(decision.numbers)["hit_tokens"]
         for trace in world.scheduler.state.ended.by_key.values()
-        for choice in trace.record.choices
+        for choice in trace.facts.choices
         if choice.close is not None
         for decision in choice.close.decisions
         if decision.what == "resume"

@@ -189,12 +189,12 @@ def test_another_scheduler_goes_on_only_with_tokens_of_its_kind() -> None:
         assert (reader.closed.reason if reader.closed else "") == reason
 
 
-def test_one_with_checkpoints_starts_over_with_tokens_of_its_kind() -> None:
+def test_one_with_savepoints_starts_over_with_tokens_of_its_kind() -> None:
     """It is opened as a new attempt without tokens, and its detokenizer gets the request again."""
     for digest, attempt, kept in (("aaa", 1, set[int]()), ("bbb", 2, {2})):
         world = of_kinds("aaa")
         listener = listening(world)
-        asked = dataclasses.replace(resumed(digest, [7, 8]), checkpoints="c")
+        asked = dataclasses.replace(resumed(digest, [7, 8]), savepoints="c")
         world.handle(Arrived("detokenizer.d1", asked))
         (reader,) = world.readers_of("r")
         assert (reader.opened.attempt, len(reader.opened.tokens)) == (attempt, 2 if digest == "aaa" else 0)

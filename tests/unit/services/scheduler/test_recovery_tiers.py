@@ -6,7 +6,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler.kv_tiers import store
-from services.scheduler.state.requests import Arrived, PeerLost, PeerReady, TierLost, TierReady
+from services.scheduler.state.requests import Arrived, OffloadLost, OffloadReady, PeerLost, PeerReady
 from shared.messages import ArenaReleased
 
 PROMPT = list(range(3, 24))  # five blocks of four, and one token
@@ -80,12 +80,12 @@ def test_tier_whose_clock_went_back_serves_when_the_one_before_is_missed() -> No
     """Its first beat comes before that, and no later one is news."""
     world = fresh()
     epoch = world.tier.arena.generation
-    world.handle(TierReady("k2", epoch - 3_600_000_000, "h", 7, ("l1",)))
+    world.handle(OffloadReady("k2", epoch - 3_600_000_000, "h", 7, ("l1",)))
     assert owner(world) == "k1"
-    world.handle(TierLost("k1"))
+    world.handle(OffloadLost("k1"))
     assert owner(world) == "k2"
     assert world.scheduler.state.executors["e1"].pool.write_back
-    world.handle(TierLost("k2"))
+    world.handle(OffloadLost("k2"))
     assert (owner(world), world.scheduler.state.tiers.standby) == ("", {})
 
 
@@ -93,11 +93,11 @@ def test_latest_living_tier_of_several_on_a_host_serves() -> None:
     world = fresh()
     epoch = world.tier.arena.generation
     for at, name in ((1, "k2"), (3, "k4"), (2, "k3")):
-        world.handle(TierReady(name, epoch + at, "h", at, ("l1",)))
-    world.handle(TierReady("x", epoch + 9, "elsewhere", 9, ("l1",)))
+        world.handle(OffloadReady(name, epoch + at, "h", at, ("l1",)))
+    world.handle(OffloadReady("x", epoch + 9, "elsewhere", 9, ("l1",)))
     order = [owner(world)]
     for gone in ("k2", "k4", "k3", "k1"):
-        world.handle(TierLost(gone))
+        world.handle(OffloadLost(gone))
         order.append(owner(world))
     assert order == ["k4", "k4", "k3", "k1", ""]
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import random
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.executor.paged_engine import STOP_ID, expected_tokens
 from support.scheduler.world import World
 
+from loadtest.draft_prices import Played
 from services.scheduler.reports.event_log import state_hash
-from services.scheduler.speculation import _choose
-from services.scheduler.state.cost_model import CostModel
 from services.scheduler.state.counters import StepSpan, step_spans
-from services.scheduler.state.requests import Arrived, Drafting
+from services.scheduler.state.requests import Arrived
 from services.scheduler.state.state import AUTO, DraftPace, Executor, Limits
 from shared.kv_blocks import choice_seed
-from shared.messages import AT_DEVICE, FROM_DEVICE, StopFound, Tokens, ints
-from shared.step_model import PRESETS, StepModel, StepShape
+from shared.messages import AT_DEVICE, FROM_DEVICE, StepPlan, StopFound, Tokens, ints
 
 EVENTS = int(os.environ.get("HEADRACE_DRAFT_EVENTS", "1500"))
 
@@ -145,42 +142,13 @@ def test_drafts_beyond_a_stop_string_are_no_accepted_ones_of_the_answer() -> Non
 # ---- how many ---------------------------------------------------------------------------------------------
 
 
-def learned(model: StepModel, context: int) -> CostModel:
-    costs = CostModel()
-    for _ in range(40):
-        for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512):
-            shape = StepShape(rows, rows, rows * context, rows * context)
-            costs.observe(shape, model.step_us(shape))
-    return costs
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("graphs", [False, True])
-def test_auto_is_within_3_percent_of_the_best_number(preset: str, graphs: bool) -> None:
-    context, model = 500, PRESETS[preset]
-    costs = learned(model, context)
-    hello = SimpleNamespace(max_drafts=7, max_draft_rows=512 if graphs else 0)
-    executor: Any = SimpleNamespace(hello=hello, cost_model=costs, has_graphs=graphs)
-    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        shape = StepShape(rows, rows, rows * context, rows * context)
-
-        def rate(drafts: list[int], kept: float, shape: StepShape = shape) -> float:
-            tokens = sum(sum(kept**j for j in range(k + 1)) for k in drafts)
-            return tokens / costs.predict_us(shape.with_drafts(sum(drafts), again=not graphs))
-
-        for kept in range(100, 1_000, 100):
-            sequences: list[Any] = [
-                SimpleNamespace(
-                    seq=at,
-                    drafting=Drafting(kept_pm=kept, found_pm=1_000),
-                    request=SimpleNamespace(tokenized=SimpleNamespace(speculate=True)),
-                )
-                for at in range(rows)
-            ]
-            _choose(executor, shape, sequences)
-            mine = rate([s.drafting.count for s in sequences], kept / 1_000)
-            best = max(rate([k] * rows, kept / 1_000) for k in (0, 1, 3, 7))
-            assert mine >= 0.97 * best, (rows, kept, [s.drafting.count for s in sequences][:3])
+@pytest.mark.parametrize(("model", "rows", "kept"), [
+    ("tiles graphs", 32, 50), ("tiles graphs", 64, 90), ("h200-8b graphs", 8, 70),
+    ("h200-8b", 8, 50), ("smollm2-cpu", 1, 90), ("smollm2-cpu", 32, 50),
+])  # fmt: skip
+def test_auto_is_within_3_percent_of_the_best_number(model: str, rows: int, kept: int) -> None:
+    """Measured steps win over the fit. `loadtest.draft_prices` has all points."""
+    assert Played(model, rows, kept / 100).run(150) >= 0.97
 
 
 def test_drafts_that_are_refused_are_tried_again_after_64_steps() -> None:
@@ -197,6 +165,41 @@ def test_drafts_that_are_refused_are_tried_again_after_64_steps() -> None:
     late = [step for step in with_drafts if step > 200]
     assert all(b - a >= 64 for a, b in pairwise(late))
     assert 3 <= len(late) <= 8
+
+
+def test_first_request_has_drafts_from_its_second_decode_on() -> None:
+    """The first one shows what a step without drafts takes."""
+    for facts in ({}, {"max_draft_rows": 8}):
+        world = World(Limits(speculate=AUTO), took_us=5_000)
+        world.add_engine(max_drafts=7, max_context=128, blocks=60, **facts)
+        world.ask("r", [5, 6, 7], 40)
+        world.run()
+        check_answers(world)
+        assert [max(plan.counts) > 1 for plan in world.plans[1:3]] == [False, True]
+
+
+def test_rows_that_find_no_draft_are_asked_in_turn() -> None:
+    world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
+    world.add_engine(max_drafts=7, max_context=128, blocks=400, slots=12)
+    engine, found = world.engines["e1"], list[int]()
+    engine._drafts = lambda slot, most: found * min(most, 1)  # type: ignore[method-assign]  # none
+    for at in range(12):
+        world.ask(f"r{at}", [5, 6, at], 100)
+
+    def asked(plan: StepPlan) -> set[int]:
+        return {slot for slot, count in zip(plan.slots, plan.counts, strict=True) if count > 1}
+
+    while world.plans[-1].step < 60:
+        world.deliver()
+    in_turn = [asked(plan) for plan in world.plans[-6:]]
+    assert [len(slots) for slots in in_turn] == [2] * 6
+    assert set[int]().union(*in_turn) == set(range(12))
+    found.append(999)
+    world.deliver()
+    world.deliver()
+    assert asked(world.plans[-2]) < asked(world.plans[-1])  # a row that finds one is asked again at once
+    world.run()
+    check_answers(world)
 
 
 def test_rows_of_recorded_steps_try_drafts_together() -> None:

@@ -28,9 +28,9 @@ from services.tokenizer.queries import tokenize_body
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, MAX_RUN, RUN_HEADER, UNSUPPORTED, run_of
-from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
 from shared.messages import MANY_CALLS, Sampling, Tokenized, floats, ints
+from shared.savepoints import body_hash
 from shared.session_hints import name_of
 from shared.vocab.gguf import gguf_parts
 from shared.vocab.vocabulary import Vocabulary
@@ -651,13 +651,13 @@ def test_tools_are_free_unless_strict_without_a_grammar_engine(
         assert (caught.value.param, name in str(caught.value)) == (param, True)
 
 
-def test_only_a_keepers_request_has_checkpoints(model: ServedModel) -> None:
+def test_only_a_keepers_request_has_savepoints(model: ServedModel) -> None:
     """They are stored under the hash of its body: another one cannot use them."""
     body = json.dumps({**CHAT, "durable": "tokens"}).encode()
     submission = Submission("acme", "_INBOX.acme.headrace-keeper.r", body, "fresh", 99, WALL_US)
     got = prepare(submission, read_body(body), model)
-    assert got.checkpoints == body_hash(body)
-    assert dataclasses.replace(got, checkpoints="", inbox="inbox") == prepared(model, CHAT)
+    assert got.savepoints == body_hash(body)
+    assert dataclasses.replace(got, savepoints="", inbox="inbox") == prepared(model, CHAT)
     for inbox in ("inbox", "_INBOX.acme.x", "_INBOX.headrace-keeper.r"):
         with pytest.raises(BadRequest, match="only the tokens of a submitted request") as caught:
             prepare(dataclasses.replace(submission, inbox=inbox), read_body(body), model)

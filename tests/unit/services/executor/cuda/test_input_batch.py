@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import triton
 from support.executor.plan_maker import PlanMaker, Row
 
 from kernels.sampling.ref import COLUMN
@@ -26,7 +25,6 @@ from services.executor.cuda.kernel_configs import (
     for_fp8_kv,
     for_large_heads,
     row_by_row,
-    with_tma,
 )
 from services.executor.parallel.step_split import Chunk, split
 from services.executor.sampling.sampler import slot_row
@@ -225,18 +223,6 @@ def test_kv_in_fp8_has_layouts_of_its_own_where_they_were_measured() -> None:
     h100 = device_tuning("NVIDIA H100 80GB HBM3")
     assert for_fp8_kv(h100).few.decode == narrow.few.decode
     assert for_fp8_kv(h100).many.decode == h100.many.decode_fp8 != narrow.many.decode
-
-
-def test_kv_is_fetched_by_tma_where_the_kernel_takes_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    h200 = device_tuning("NVIDIA H200")
-    assert with_tma(h200, 128, 16).prefill == h200.prefill_tma
-    assert with_tma(device_tuning("NVIDIA H200", 4), 64, 128).prefill == h200.prefill_tma
-    for head_dim, block_tokens in ((96, 16), (256, 16), (128, 24), (128, 256)):
-        assert with_tma(h200, head_dim, block_tokens) == h200
-    assert with_tma(DeviceTuning(), 128, 16) == DeviceTuning()
-    assert not h200.prefill.tma  # KV in fp8 and deterministic mode
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
-    assert with_tma(h200, 128, 16) == h200
 
 
 def test_large_heads_are_attended_in_smaller_tiles() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from services.scheduler.state.cost_model import CostModel, chunk_tokens
+from services.scheduler.state.cost_model import CostModel, DraftTimes, chunk_tokens
 from shared.step_model import PRESETS, StepModel, StepShape
 
 # preset -> most decode rows, longest chunk, longest context of its workload
@@ -159,3 +159,39 @@ def test_prompts_of_many_are_predicted_after_single_requests(seed: int) -> None:
     assert 0.8 < costs.predict_us(wave) / model.step_us(wave) < 1.25
     teach(costs, model, decodes(8), rng)
     assert 0.8 < costs.predict_us(wave) / model.step_us(wave) < 1.25
+
+
+def decodes(rows: int, drafts: int = 0, context: int = 500) -> StepShape:
+    bare = StepShape(rows, rows, rows * context, rows * context)
+    return bare.with_drafts(drafts, again=False)
+
+
+def test_times_of_drafts_are_those_of_measured_steps_where_the_fit_is_wrong() -> None:
+    """A machine whose products take 1.3 times as long from 65 tokens on, as an H200's."""
+    costs, times = CostModel(), DraftTimes()
+
+    def machine_us(shape: StepShape) -> int:
+        return 4_000 if shape.tokens <= 64 else 5_200 if shape.tokens <= 128 else 8_000
+
+    for drafts in (0, 32, 96) * 3:
+        whole = decodes(32, drafts)
+        costs.observe(whole, machine_us(whole))
+        times.observe(costs, decodes(32), whole, machine_us(whole))
+    found = [times.times_pm(costs, decodes(32), drafts, again=False) for drafts in (0, 32, 96)]
+    assert found == pytest.approx([1_000, 1_000, 1_300], rel=0.02)
+
+
+def test_times_of_drafts_are_those_of_the_fit_where_no_step_is_known() -> None:
+    costs = CostModel()
+    teach(costs, PRESETS["smollm2-cpu"], shapes(3, 400, "smollm2-cpu"), random.Random(4))
+    bare, whole = decodes(8), decodes(8, 8)
+    want = 1_000 * costs.predict_us(whole) // costs.predict_us(bare)
+    assert DraftTimes().times_pm(costs, bare, 8, again=False) == pytest.approx(want, abs=1)
+
+
+def test_a_step_with_drafts_takes_no_less_than_one_without() -> None:
+    costs, times = CostModel(), DraftTimes()
+    for drafts, took_us in ((0, 5_000), (8, 4_000)) * 4:
+        costs.observe(decodes(8, drafts), took_us)
+        times.observe(costs, decodes(8), decodes(8, drafts), took_us)
+    assert times.times_pm(costs, decodes(8), 8, again=False) >= 1_000

@@ -29,7 +29,7 @@ def test_unnamed_policy_stays() -> None:
     assert (
         str(parse(""))
         == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered,"
-        "roles=colocated"
+        "roles=colocated,sessions=learned"
     )
     assert parse("reservation=reserve, order=fcfs") == Policy(reservation="reserve", order="fcfs")
     assert parse("batching=decode_first", Policy(reservation="reserve")) == Policy(

@@ -12,20 +12,19 @@ from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.durable.checkpoints import (
+from services.detokenizer.durable.savepoints import (
     EACH_US,
     GROWN,
     GROWTH,
     MOST_A_TURN,
     MOST_SCORES,
     TOKENS_A_SECOND,
-    Checkpoint,
-    Checkpoints,
+    Savepoint,
+    Savepoints,
 )
 from services.detokenizer.failover import WAIT_TURNS
 from services.detokenizer.response import Command, Publish, SendTo
 from shared import codec
-from shared.checkpoints import body_hash, is_of, pack, unpack
 from shared.errors import WireError
 from shared.messages import (
     MOVED,
@@ -40,6 +39,7 @@ from shared.messages import (
     floats,
     ints,
 )
+from shared.savepoints import body_hash, is_of, pack, unpack
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
@@ -47,7 +47,7 @@ A, B = "scheduler.a", "scheduler.b"
 BODY = b'{"prompt":"x","durable":"tokens"}'
 ASKED = Tokenized(
     request="r", attempt=1, tenant="t", model="m", inbox="_INBOX.t.headrace-keeper.r", max_tokens=40_000,
-    timeout_us=10**12, finish_detached=True, tokens=ints([11, 12, 13]), checkpoints=body_hash(BODY),
+    timeout_us=10**12, finish_detached=True, tokens=ints([11, 12, 13]), savepoints=body_hash(BODY),
     format="completion", parent_span="00",
 )  # fmt: skip
 
@@ -55,16 +55,16 @@ ASKED = Tokenized(
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     """Tokens 3 to 258 are the bytes 0 to 255."""
-    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("checkpoints") / "l.gguf", {})
+    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("savepoints") / "l.gguf", {})
     return load_vocabulary(ModelFiles("l", path))
 
 
 class Core(DetokenizerCore):
-    """With its checkpoints, as the shell has them."""
+    """With its savepoints, as the shell has them."""
 
     def __init__(self, letters: Vocabulary) -> None:
         super().__init__(letters)
-        self.checkpoints = Checkpoints(self.table)
+        self.savepoints = Savepoints(self.table)
 
 
 @pytest.fixture
@@ -104,27 +104,27 @@ def begin(core: Core, asked: Tokenized = ASKED, seq: int = 5) -> None:
 
 
 def sizes(core: Core, steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Tokens and bytes of each checkpoint, for steps of (time passed, tokens) with a turn after each."""
+    """Tokens and bytes of each savepoint, for steps of (time passed, tokens) with a turn after each."""
     begin(core)
     found, taken, now_us = list[tuple[int, int]](), 0, 0
     for passed_us, count in steps:
         now_us += passed_us
         give(core, A, step(5, taken, ids("x" * count)), now_us=now_us)
         taken += count
-        for each in core.checkpoints.take_due(now_us):
+        for each in core.savepoints.take_due(now_us):
             found.append((unpack(each.data)[0].generated[0], len(each.data)))
     return found
 
 
 def test_the_first_ones_come_after_some_tokens_or_a_second(core: Core) -> None:
     begin(core)
-    turn = core.checkpoints.take_due
+    turn = core.savepoints.take_due
     assert turn(0) == turn(EACH_US) == []  # no token
     give(core, A, step(5, 0, ids("x" * (GROWN - 1))), now_us=1)
     assert turn(EACH_US - 1) == []
     give(core, A, step(5, GROWN - 1, ids("y")), now_us=2)
     (first,) = turn(EACH_US - 1)
-    assert isinstance(first, Checkpoint)
+    assert isinstance(first, Savepoint)
     assert first.subject == "headrace.store.state.t.r"
     give(core, A, step(5, GROWN, ids("z")), now_us=3)
     assert turn(2 * EACH_US - 2) == []
@@ -156,18 +156,18 @@ def test_a_turn_has_a_bounded_number_and_the_longest_wait_comes_first(core: Core
     for number in range(many):
         begin(core, dataclasses.replace(ASKED, request=f"r{number}"), seq=number)
         give(core, A, step(number, 0, ids("x" * GROWN)))
-    first, second = core.checkpoints.take_due(1), core.checkpoints.take_due(2)
-    assert (len(first), len(second), core.checkpoints.take_due(3)) == (MOST_A_TURN, 5, [])
+    first, second = core.savepoints.take_due(1), core.savepoints.take_due(2)
+    assert (len(first), len(second), core.savepoints.take_due(3)) == (MOST_A_TURN, 5, [])
     assert len({each.subject for each in first + second}) == many
 
 
 @pytest.mark.parametrize("why", ["not asked for", "cancelled", "torn", "ended", "scores are missing"])
-def test_request_has_no_checkpoints_in_these_cases(core: Core, why: str) -> None:
+def test_request_has_no_savepoints_in_these_cases(core: Core, why: str) -> None:
     asked = dataclasses.replace(
-        ASKED, checkpoints="" if why == "not asked for" else ASKED.checkpoints, logprobs=2 * (why[:2] == "sc")
+        ASKED, savepoints="" if why == "not asked for" else ASKED.savepoints, logprobs=2 * (why[:2] == "sc")
     )
     begin(core, asked)
-    assert core.checkpoints.is_active == (why != "not asked for")
+    assert core.savepoints.is_active == (why != "not asked for")
     give(core, A, step(5, 0, ids("x" * GROWN)))
     if why == "cancelled":
         core.failover.on_cancelled("t", "r")
@@ -175,26 +175,26 @@ def test_request_has_no_checkpoints_in_these_cases(core: Core, why: str) -> None
         core.on_stream_lost(A)
     if why == "ended":
         give(core, A, Close(seq=5, final=GROWN, reason="length"))
-    assert core.checkpoints.take_due(EACH_US) == []
-    assert core.checkpoints.is_active == (why not in ("not asked for", "ended"))
+    assert core.savepoints.take_due(EACH_US) == []
+    assert core.savepoints.is_active == (why not in ("not asked for", "ended"))
 
 
 def test_log_probabilities_are_stored_up_to_a_number(core: Core) -> None:
     begin(core, dataclasses.replace(ASKED, logprobs=3))
     give(core, A, step(5, 0, [40, 41, 42], scored=True))
-    (first,) = core.checkpoints.take_due(EACH_US)
+    (first,) = core.savepoints.take_due(EACH_US)
     _, scores = unpack(first.data)
     assert scores is not None
     assert (list(scores.ids), list(scores.top_counts)) == ([40, 41, 42], [2, 2, 2])
     give(core, A, step(5, 3, [40] * (MOST_SCORES // 3), scored=True))
-    assert core.checkpoints.take_due(9 * EACH_US) == []
+    assert core.savepoints.take_due(9 * EACH_US) == []
 
 
 # ---- how a request goes on -------------------------------------------------------------------------
 
 
 def last(core: Core, now_us: int = EACH_US) -> bytes:
-    (each,) = core.checkpoints.take_due(now_us)
+    (each,) = core.savepoints.take_due(now_us)
     return each.data
 
 
@@ -242,7 +242,7 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
     assert isinstance(message, Tokenized)
     assert (scheduler, message.attempt, list(message.generated)) == (B, 1, [7, 4])
     assert message.reasons == ("stop", "")
-    assert message.checkpoints == ASKED.checkpoints
+    assert message.savepoints == ASKED.savepoints
     assert message.age_us == EACH_US
     give(core, B, Accepted(tenant="t", request="r", attempt=1))
     found = give(core, B, opened(asked, 8, 0, first[:7]), opened(asked, 9, 1, second))
@@ -253,7 +253,7 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
 
 
 def test_a_request_that_runs_is_not_disturbed(core: Core, letters: Vocabulary) -> None:
-    """Its scheduler reports that it runs: at any attempt of the checkpoint, it is not newer than a request
+    """Its scheduler reports that it runs: at any attempt of the savepoint, it is not newer than a request
     that has started over."""
     begin(core, dataclasses.replace(ASKED, attempt=3))
     give(core, A, step(5, 0, ids("abc")))
@@ -313,7 +313,7 @@ def test_a_resumed_request_that_is_cancelled_ends(letters: Vocabulary) -> None:
     assert core.is_idle
 
 
-def test_a_checkpoint_is_of_one_body(core: Core) -> None:
+def test_a_savepoint_is_of_one_body(core: Core) -> None:
     begin(core)
     give(core, A, step(5, 0, ids("abc")))
     data = last(core)
@@ -323,7 +323,7 @@ def test_a_checkpoint_is_of_one_body(core: Core) -> None:
     assert not is_of(b"", BODY)
 
 
-def test_damaged_checkpoint_is_an_error(core: Core) -> None:
+def test_damaged_savepoint_is_an_error(core: Core) -> None:
     asked = dataclasses.replace(ASKED, logprobs=3)
     begin(core, asked)
     give(core, A, step(5, 0, [40, 41], scored=True))

@@ -1,4 +1,4 @@
-"""The checkpoint of a durable request: the request with its tokens so far, as stream HR_STATE has it.
+"""The savepoint of a durable request: the request with its tokens so far, as stream HR_STATE has it.
 
     <version> <hash of the submitted body>       a line, which the keeper compares
     [row of Tokenized, row of Tokens or nil]     msgpack, for the detokenizer
@@ -27,32 +27,32 @@ def body_hash(body: bytes) -> str:
 
 
 def pack(resumption: Tokenized, scores: Tokens | None) -> bytes:
-    """The checkpoint of a request; `resumption.checkpoints` is the hash of its body."""
+    """The savepoint of a request; `resumption.savepoints` is the hash of its body."""
     rows = [codec.to_row(resumption), None if scores is None else codec.to_row(scores)]
-    return _head(resumption.checkpoints) + bytes(msgpack.packb(rows))
+    return _head(resumption.savepoints) + bytes(msgpack.packb(rows))
 
 
-def is_of(checkpoint: bytes, body: bytes) -> bool:
-    """Whether a checkpoint is of this version, and of the request with this body."""
-    return checkpoint.startswith(_head(body_hash(body)))
+def is_of(savepoint: bytes, body: bytes) -> bool:
+    """Whether a savepoint is of this version, and of the request with this body."""
+    return savepoint.startswith(_head(body_hash(body)))
 
 
-def unpack(checkpoint: bytes) -> tuple[Tokenized, Tokens | None]:
+def unpack(savepoint: bytes) -> tuple[Tokenized, Tokens | None]:
     """The request with its tokens, and their log probabilities. Raises WireError."""
     try:
-        request, scores = msgpack.unpackb(checkpoint.partition(b"\n")[2])
+        request, scores = msgpack.unpackb(savepoint.partition(b"\n")[2])
         resumption, scored = codec.from_row(request), None if scores is None else codec.from_row(scores)
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
-        raise WireError(f"not a checkpoint: {error!s:.80}") from None
+        raise WireError(f"not a savepoint: {error!s:.80}") from None
     if not isinstance(resumption, Tokenized) or not resumption.generated:
-        raise WireError("not a checkpoint: it has no request with tokens")
+        raise WireError("not a savepoint: it has no request with tokens")
     prompt = len(resumption.tokens) - sum(resumption.generated)
     wrong = codec.validation_error(resumption)
     if scored is not None:
         same = isinstance(scored, Tokens) and scored.ids == resumption.tokens[prompt:]
         wrong = wrong or codec.validation_error(scored) or ("" if same else "its scores are of other tokens")
     if wrong or prompt < 1 or (scored is None) != (not resumption.logprobs):
-        raise WireError(f"not a checkpoint: {wrong or 'its parts do not fit together'}")
+        raise WireError(f"not a savepoint: {wrong or 'its parts do not fit together'}")
     assert scored is None or isinstance(scored, Tokens)
     return resumption, scored
 

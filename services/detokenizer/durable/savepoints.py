@@ -1,10 +1,10 @@
-"""`Checkpoints` decides when a durable request's tokens are stored, so that it goes on after the loss of
-everything. Pure; the actor asks every CHECKPOINT_S while there are such requests, so a token costs nothing.
+"""`Savepoints` decides when a durable request's tokens are stored, so that it goes on after the loss of
+everything. Pure; the actor asks every SAVEPOINT_S while there are such requests, so a token costs nothing.
 
-    open ──GROWN tokens, or EACH_US──▶ checkpoint: the message for another scheduler, with all tokens so far
+    open ──GROWN tokens, or EACH_US──▶ savepoint: the message for another scheduler, with all tokens so far
 
-A checkpoint has all tokens, so its size grows with the answer. The next one is due when the tokens have grown
-by 1/GROWTH, or after a time that is longer for a long text. So the checkpoints of an answer have together at
+A savepoint has all tokens, so its size grows with the answer. The next one is due when the tokens have grown
+by 1/GROWTH, or after a time that is longer for a long text. So the savepoints of an answer have together at
 most GROWTH times its tokens, and TOKENS_A_SECOND more for each second.
 """
 
@@ -14,28 +14,28 @@ from dataclasses import dataclass
 
 from services.detokenizer.failover import resumption
 from services.detokenizer.response import OpenRequests, ResponseText
-from shared import checkpoints
+from shared import savepoints
 from shared.messages import Tokenized, Tokens, floats, ints
 from shared.nats import subjects
 
-CHECKPOINT_S = 0.1
+SAVEPOINT_S = 0.1
 GROWN, GROWTH = 64, 8  # new tokens: at least GROWN, and 1/GROWTH of all tokens with the prompt
 EACH_US = 1_000_000
 TOKENS_A_SECOND = 4_096  # 16 kB a second for a request
-MOST_A_TURN = 64  # checkpoints, of some 50 µs each
-MOST_SCORES = 16_384  # log probabilities of a checkpoint, packed in 5 ms; a longer answer keeps its last one
+MOST_A_TURN = 64  # savepoints, of some 50 µs each
+MOST_SCORES = 16_384  # log probabilities of a savepoint, packed in 5 ms; a longer answer keeps its last one
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Savepoint:
     """Store these bytes under the subject, without waiting."""
 
     subject: str
     data: bytes
 
 
-class Checkpoints:
-    """The last checkpoint of each open request that has some."""
+class Savepoints:
+    """The last savepoint of each open request that has some."""
 
     def __init__(self, table: OpenRequests) -> None:
         self._table = table
@@ -44,12 +44,12 @@ class Checkpoints:
     @property
     def is_active(self) -> bool:
         """True while `take_due` may have work."""
-        return bool(self._table.checkpointed)
+        return bool(self._table.savepointed)
 
-    def take_due(self, now_us: int) -> list[Checkpoint]:
-        """The checkpoints that are due, those first that have waited longest."""
+    def take_due(self, now_us: int) -> list[Savepoint]:
+        """The savepoints that are due, those first that have waited longest."""
         last, self._last, due = self._last, {}, []
-        for number, request in self._table.checkpointed.items():
+        for number, request in self._table.savepointed.items():
             before, at_us = self._last[number] = last.get(number, (0, request.since_us))
             tokens = sum(len(stream.ids) for stream in request.choices.values())
             prompt = request.opened.prompt_tokens
@@ -58,12 +58,12 @@ class Checkpoints:
         found = []
         for _, number, tokens, request in sorted(due, key=lambda each: each[:2])[:MOST_A_TURN]:
             self._last[number] = tokens, now_us
-            found.append(_checkpoint(request, now_us))
+            found.append(_savepoint(request, now_us))
         return found
 
 
 def is_due(new: int, tokens: int, passed_us: int) -> bool:
-    """Whether a request with `tokens`, of which `new` are in no checkpoint, needs one after this time."""
+    """Whether a request with `tokens`, of which `new` are in no savepoint, needs one after this time."""
     if new <= 0:
         return False
     return new >= max(GROWN, tokens // GROWTH) or passed_us * TOKENS_A_SECOND >= EACH_US * max(
@@ -82,11 +82,11 @@ def _is_whole(request: ResponseText) -> bool:
     return all(len(s.scores) == len(s.ids) for s in streams) and sum(len(s.ids) for s in streams) <= most
 
 
-def _checkpoint(request: ResponseText, now_us: int) -> Checkpoint:
+def _savepoint(request: ResponseText, now_us: int) -> Savepoint:
     resumed = resumption(request, now_us)
     scores = _scores(request, resumed) if resumed.logprobs else None
     subject = subjects.state(resumed.tenant, resumed.request)
-    return Checkpoint(subject, checkpoints.pack(resumed, scores))
+    return Savepoint(subject, savepoints.pack(resumed, scores))
 
 
 def _scores(request: ResponseText, resumed: Tokenized) -> Tokens:

@@ -1,4 +1,4 @@
-"""Everything is lost in the middle of long answers: with checkpoints they go on, to the same text."""
+"""Everything is lost in the middle of long answers: with savepoints they go on, to the same text."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 from support.pipeline.five_actors import Connect, Pipeline
 from support.small_llama import write_small_llama
 
-from services.detokenizer.durable import checkpoints
+from services.detokenizer.durable import savepoints
 from services.keeper import queues
 from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import ServerLimits
 from shared import codec
 from shared.actor.runtime import Actor
-from shared.checkpoints import unpack
 from shared.errors import HeadraceError
 from shared.messages import Tokenized
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
+from shared.savepoints import unpack
 
 LONG = 240
 LOST_S = 120
@@ -86,9 +86,9 @@ async def connect() -> AsyncIterator[Connect]:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deliveries of a dead keeper come again after a second, and short answers have several checkpoints."""
+    """Deliveries of a dead keeper come again after a second, and short answers have several savepoints."""
     monkeypatch.setitem(queues._CONFIG, "ack_wait", 1_000_000_000)
-    monkeypatch.setattr(checkpoints, "GROWN", GROWN)
+    monkeypatch.setattr(savepoints, "GROWN", GROWN)
 
 
 async def record_of(fleet: Durable, name: str) -> dict[str, Any]:
