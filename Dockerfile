@@ -24,7 +24,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nolog
       /auth/{nats,tokenizer,scheduler,executor,kv_offload,detokenizer,gateway,keeper,operator,tenants} \
  && chown -R headrace:headrace /cache /data /auth /kernels
 WORKDIR /app
-COPY constraints.txt ./
+COPY constraints.txt constraints-cuda.txt ./
 COPY --from=lists /core.txt /tmp/
 RUN pip install -c constraints.txt -r /tmp/core.txt
 
@@ -45,7 +45,7 @@ FROM base AS executor-cuda-base
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ENV CC=gcc TRITON_CACHE_DIR=/kernels
 COPY --from=lists /executor.txt /tmp/
-RUN pip install -c constraints.txt -r /tmp/executor.txt triton
+RUN pip install -c constraints-cuda.txt -r /tmp/executor.txt triton
 
 FROM base AS core
 COPY . .

@@ -21,8 +21,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from services.tokenizer.chat_template import fitted, template_environment
-from services.tokenizer.template_probe import PROBE_TOOLS, VARIABLE, Render, probe
+from services.tokenizer.chat_template import VARIABLE, Render, template_environment
+from services.tokenizer.template_probe import PROBE_TOOLS, fitted, probe
 
 TABLE = Path(__file__).parent / "results" / "chat_templates.tsv"
 COLUMNS = ("sha256", "name", "format", "calls", "tools", "lost")

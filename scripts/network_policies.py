@@ -1,4 +1,4 @@
-"""Prints the network policies of the manifests: which pod may connect to which, from `shared/nats/access.py`.
+"""Prints the network policies of the manifests: which pod may connect to which, from the permissions.
 
     python scripts/network_policies.py > deploy/kubernetes/base/network_policies.yaml
 
@@ -16,7 +16,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from shared.nats.access import SERVICES, of_service
+from shared.nats.permissions import SERVICES, of_service
 
 Body = dict[str, Any]
 COMPONENT = "app.kubernetes.io/component"
@@ -24,7 +24,7 @@ COMPONENT = "app.kubernetes.io/component"
 CLIENT = {"matchExpressions": [{"key": "headrace-client", "operator": "In", "values": ["true"]}]}
 IN_POD_OF = {"kv_offload": "executor"}  # services without a pod of their own
 NATS, ROUTES, HTTP, DNS, HTTPS = 4222, 6222, 8000, 53, 443
-HEAD = "# Made by scripts/network_policies.py from shared/nats/access.py: change those.\n"
+HEAD = "# Made by scripts/network_policies.py from shared/nats/permissions.py: change those.\n"
 
 
 def policies() -> list[Body]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from shared import bodies
-from shared.errors import BadRequest, WireError
+from shared.errors import BadRequest, UnknownModel, WireError
 from shared.kv_blocks import rendezvous
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, Subscription
@@ -28,11 +28,23 @@ from shared.nats.interface import Bus, Delivery, Subscription
 log = logging.getLogger("headrace.aliases")
 
 HEADER = "Headrace-Alias"  # of a request that was sent to an alias, and forwarded to one of its models
+ADAPTED = "Headrace-Adapter"  # beside it: the alias is an adapter of that model
 STAMP = "aliases"  # in the load of a tokenizer's heartbeat
 MAX_ALIASES = 1_024  # with the deleted ones: a name that is forgotten could come back from an older table
 MAX_TARGETS, MAX_WEIGHT = 16, 1_000_000
 REMEMBERED, REMEMBERED_US = 8_192, 60_000_000  # requests; clients resend within seconds
 SETTLED_US = 2_000_000  # after a change all holders have it, also one that has missed it: two heartbeats
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The weights that an alias adds to its model: those of this digest, in a folder where executors run."""
+
+    digest: str
+    path: str
+    rank: int
+    bytes: int
+    tenant: str = ""  # which alone may use it; empty: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class Alias:
     name: str
     version: int  # above the one before, and unique: if it can be, the time, µs. The highest one holds
     targets: tuple[tuple[str, int], ...]  # models with their weights; none: the alias is deleted
+    adapter: AdapterFiles | None = None  # it is an adapter of its one model, or was one before it was deleted
 
     def model_for(self, tenant: str, request: str) -> str:
         """The model of a request. A change of weights moves no more requests than it must."""
@@ -142,10 +155,27 @@ class Aliases:
         """The aliases, by name."""
         return [self._known[name] for name in sorted(self._known) if self._known[name].targets]
 
-    def next(self, name: str, targets: Iterable[tuple[str, int]], now_wall_us: int) -> Alias:
-        """The change of an alias."""
+    def next(
+        self,
+        name: str,
+        targets: Iterable[tuple[str, int]],
+        now_wall_us: int,
+        adapter: AdapterFiles | None = None,
+    ) -> Alias:
+        """The change of an alias, or of an adapter."""
         known = self._known.get(name)
-        return Alias(name, max(now_wall_us, known.version + 1 if known is not None else 0), tuple(targets))
+        version = max(now_wall_us, known.version + 1 if known is not None else 0)
+        return Alias(name, version, tuple(targets), adapter)
+
+    def adapter(self, name: str, tenant: str) -> tuple[str, AdapterFiles] | None:
+        """The model of an adapter and its files; None: no adapter has this name. Raises UnknownModel for one
+        that was removed, or that is another tenant's."""
+        known = self._known.get(name)
+        if known is None or known.adapter is None:
+            return None
+        if not known.targets or known.adapter.tenant not in ("", tenant):
+            raise UnknownModel(f"there is no model {name!r:.80}", param="model")
+        return known.main, known.adapter
 
     def apply(self, alias: Alias) -> bool:
         """Take a change. False if this table has a newer one, or no room."""

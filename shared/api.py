@@ -37,6 +37,7 @@ from typing_extensions import TypedDict
 
 from shared.codec import MAX_PROCESSORS
 from shared.errors import BadRequest
+from shared.session_hints import Retention, SessionFields
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
@@ -51,6 +52,7 @@ MAX_RUN = 2**20 - 1
 MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of a request
 
 NOT_YET = "not supported yet"
+KEEPS = "a wish: the blocks of the session stay so long: docs/guides/sessions.md"
 NO_EFFECT = "accepted, without effect"
 OLD = "the old name of vLLM for `structured_outputs` with "
 
@@ -378,7 +380,7 @@ NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 # Fields of OpenAI, vLLM and llama.cpp's server that change no answer here.
 IGNORED = (
     "metadata", "store", "service_tier", "safety_identifier",
-    "verbosity", "prompt_cache_retention", "spaces_between_special_tokens",
+    "verbosity", "spaces_between_special_tokens",
     "guided_decoding_backend",
     "cache_prompt", "id_slot", "n_keep", "n_discard", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold",
@@ -428,7 +430,7 @@ class SamplingFields(BaseModel):
     )
 
 
-class GenerateRequest(_WithoutEffect, SamplingFields, BaseModel):  # type: ignore[misc,valid-type]  # made at run time
+class GenerateRequest(_WithoutEffect, SamplingFields, SessionFields, BaseModel):  # type: ignore[misc,valid-type]  # made at run time
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -455,6 +457,7 @@ class GenerateRequest(_WithoutEffect, SamplingFields, BaseModel):  # type: ignor
     stream_options: StreamOptions = StreamOptions()
     user: str = Field("", description=NO_EFFECT)
     prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")
+    prompt_cache_retention: Retention | None = Field(None, description=KEEPS)
     request_id: str | None = Field(None, pattern=REQUEST_ID, description="unique among running requests")
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
     slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")

@@ -21,6 +21,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict, is_typeddict
 
 from shared.errors import BadRequest, WireError
+from shared.session_hints import MAX_KEEP_S
 
 T = TypeVar("T")
 Json = dict[str, Any]  # of another definition: a public request, an answer, an object of OpenAI
@@ -199,6 +200,20 @@ Change = TypedDict("Change", {
     "error": NotRequired[Json],
 })
 
+# What an operator adds: the folder of an adapter of a model, where its executors run; nothing removes it.
+# `tenant`: alone may use it; `replace`: another one may have the name
+AdapterSet = TypedDict("AdapterSet", {
+    "model": NotRequired[Name], "path": NotRequired[str], "tenant": NotRequired[Name],
+    "replace": NotRequired[bool],
+})
+
+# The folder of an adapter, and what an executor finds there
+AdapterNamed = TypedDict("AdapterNamed", {"path": str})
+AdapterFacts = TypedDict("AdapterFacts", {
+    "digest": NotRequired[str], "rank": NotRequired[int], "bytes": NotRequired[Count],
+    "error": NotRequired[Json],
+})
+
 # The states of a scheduler's executors, or why they are unchanged
 SleepStates = TypedDict("SleepStates", {"executors": NotRequired[dict[str, str]], "error": NotRequired[Json]})
 
@@ -210,6 +225,38 @@ HostAnswer = TypedDict("HostAnswer", {
 # The status of a service; its counters are those of telemetry/counters.py
 ServiceStatus = TypedDict("ServiceStatus", {
     "kind": Name, "id": Name, "fleet": NotRequired[str], "state": NotRequired[str],
+})
+
+# A verb for a session. `ttl_s`: of `keep`; `tree`: of `release`: the sessions that it started, too
+SessionAsked = TypedDict("SessionAsked", {
+    "do": Annotated[
+        Literal["state", "release", "prefetch", "keep"], _else("state, release, prefetch or keep is expected")
+    ],
+    "ttl_s": NotRequired[Annotated[
+        Annotated[float, Field(gt=0, le=MAX_KEEP_S)], _else(f"seconds over 0, to {MAX_KEEP_S}, are expected")
+    ]],
+    "tree": NotRequired[bool],
+})
+
+# A session now, before any copy: services/scheduler/sessions has its meaning, messages.SessionAnswer the
+# fields. `id`: as the client has named it in its verb
+Seconds = Annotated[float, Field(ge=0)]
+SessionState = TypedDict("SessionState", {
+    "state": Name, "tokens": Count, "device": Count, "l1": Count, "l2": Count,
+    "will": NotRequired[str], "why": NotRequired[str], "scheduler": NotRequired[str],
+    "id": NotRequired[str], "session": NotRequired[str], "tenant": NotRequired[str],
+    "tool": NotRequired[str], "idle_s": NotRequired[Seconds], "kept_s": NotRequired[Seconds],
+    "returns_p50_s": NotRequired[Seconds], "returns_p90_s": NotRequired[Seconds],
+    "load_s": NotRequired[Seconds], "compute_s": NotRequired[Seconds],
+})
+
+# Why a request was refused
+Refused = TypedDict("Refused", {"error": Json})
+
+# The sessions of a scheduler, the least idle first, and what it has learned
+Sessions = TypedDict("Sessions", {
+    "id": Name, "fleet": NotRequired[str], "model": NotRequired[str], "data": list[SessionState],
+    "count": NotRequired[int], "summary": NotRequired[Json],
 })
 
 # Where the time of a request went; `unknown` requests have no more

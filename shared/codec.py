@@ -18,6 +18,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -47,7 +48,10 @@ MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with it
 MAX_ROW_ERROR_CHARS = 1_000
 MAX_STAGES = 64  # of a pipeline
 MAX_DRAFTS = 64  # of a row
+MAX_PLACES = 256  # of adapters in a step
 MAX_SEGMENTS = 256  # timeline segments of a step in its result
+MAX_CALLS, MAX_CALL_CHARS = 8, 64  # functions that an Ended names
+SESSION_VERBS = ("state", "release", "prefetch", "keep")
 
 WIRE_NAMES = {"Heartbeat": "Beat"}  # kind on the wire by class name, where they differ
 
@@ -381,6 +385,36 @@ KINDS = tuple(_LAYOUTS)
 assert isinstance(messages.Message, UnionType)
 
 
+def open_of(
+    tokenized: messages.Tokenized,
+    *,
+    seq: int,
+    attempt: int,
+    choice: int,
+    prompt_tokens: int,
+    tokens: messages.Ints | None = None,
+) -> messages.Open:
+    """The Open of a choice of a request. Fields that both messages have under one name are the request's;
+    `tokens` are those that are generated so far."""
+    shared = dict(zip(_OF_BOTH, _of_both(tokenized), strict=True))
+    return messages.Open(
+        seq=seq, attempt=attempt, choice=choice, choices=tokenized.n, prompt_tokens=prompt_tokens,
+        tokens=messages.ints() if tokens is None else tokens, **shared,
+    )  # fmt: skip
+
+
+_OWN = {"attempt", "tokens", "part", "parts", "echo", "prompt_logprobs"}  # fields that Open has for itself
+_OF_BOTH = tuple(
+    sorted(
+        {each.name for each in dataclasses.fields(messages.Open)}.intersection(
+            each.name for each in dataclasses.fields(messages.Tokenized)
+        )
+        - _OWN
+    )
+)
+_of_both = attrgetter(*_OF_BOTH)
+
+
 def validation_error(message: object) -> str:
     """The error in a message, empty for a valid one."""
     check = _CHECKS.get(type(message).__name__)
@@ -530,8 +564,8 @@ def _tokenized(m: messages.Tokenized) -> str:
         return "its bias columns differ in length"
     if not len(m.generated) == len(m.reasons) in (0, m.n) or _has_negative(m.generated):
         return "its generated tokens are not counted for each choice"
-    if min(m.age_us, m.first_us, m.waited_us, m.min_tokens) < 0:
-        return "its age or min_tokens is negative"
+    if min(m.age_us, m.first_us, m.waited_us, m.min_tokens, m.expects_tokens, m.keep_us) < 0:
+        return "its age, min_tokens, expects_tokens or keep_us is negative"
     if m.pooling < messages.WHOLE_VECTOR:
         return "its pooling is out of range"
     if _has_negative(m.prediction):
@@ -553,6 +587,8 @@ def _slot_open(m: messages.SlotOpen) -> str:
         return "its bias columns differ in length"
     if _has_negative(m.prediction):
         return "a token id of its prediction is negative"
+    if not 0 <= m.adapter <= MAX_PLACES:
+        return "the place of its adapter is out of range"
     return _processors(m) or _parts(m)
 
 
@@ -561,6 +597,7 @@ def _exec_hello(m: messages.ExecHello) -> str:
     sane = 1 <= m.blocks <= MAX_BLOCKS and 1 <= m.slots <= MAX_SLOTS and min(sizes) >= 1
     sane = sane and 1 <= m.stages <= MAX_STAGES and min(m.two_stream_tokens, m.max_stop_ids) >= 0
     sane = sane and 0 <= m.max_drafts <= MAX_DRAFTS and m.max_draft_rows >= 0
+    sane = sane and 0 <= m.adapter_places <= MAX_PLACES
     return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 
@@ -576,17 +613,28 @@ def _unless(valid: Callable[[Any], bool], wrong: str) -> Callable[[Any], str]:
 
 _RANGE = "its number is out of range"
 _CHECKS: dict[str, Callable[[Any], str]] = {
+    "AdapterLoad": _unless(lambda m: 1 <= m.place <= MAX_PLACES and m.digest, "its place or digest is none"),
+    "AdapterLoaded": _unless(lambda m: min(m.bytes, m.took_us) >= 0, "its bytes or its time are negative"),
     "Claims": _unless(lambda m: len(m.taken) == len(m.ids), "it does not name each request that is taken"),
     "Close": _unless(
         lambda m: m.final >= 0 and _is_vector(m.vector), "its final index is negative, or its vector damaged"
     ),
-    "Ended": _unless(lambda m: m.index >= 0, "its index is negative"),
+    "Ended": _unless(
+        lambda m: (
+            m.index >= 0 and len(m.calls) <= MAX_CALLS and all(0 < len(c) <= MAX_CALL_CHARS for c in m.calls)
+        ),
+        "its index is negative, or its calls are too many or too long",
+    ),
     "ExecHello": _exec_hello,
     "Fragment": _fragment,
     "Heartbeat": _unless(lambda m: 0 < m.interval_us <= MAX_INTERVAL_US, "its interval is out of range"),
     "Open": _open,
     "PromptTokens": _unless(_has_valid_scores, "its log probabilities do not add up"),
     "Resend": _unless(lambda m: 0 < m.first_seq < MAX_NUMBER, _RANGE),
+    "SessionVerb": _unless(
+        lambda m: m.verb in SESSION_VERBS and m.session and m.keep_us >= 0,
+        f"it has no session, a negative time or a verb beyond {', '.join(SESSION_VERBS)}",
+    ),
     "SlotOpen": _slot_open,
     "StepPlan": _step_plan,
     "StepResult": _step_result,

@@ -23,6 +23,7 @@ from shared.errors import SetupError, did_you_mean
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 from shared.nats.subjects import MAX_NAME_CHARS
 from shared.processes import UNIX_PREFIX as UNIX
+from shared.processes import memory_limit
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
@@ -137,10 +138,15 @@ class Settings(BaseSettings):
         description="auto: packed or f32 on cpus, bf16 on cuda; int8, packed, fp8, int4: weights; /fp8: KV",
     )
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
+    gpu_memory: str = Field(
+        "", description="most memory of a GPU: a share like 0.6, or 40GiB; empty: 0.9 of the free"
+    )
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")
-    slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, 256 on cuda and sim")
+    slots: int = Field(0, ge=0, le=1024, description="sequences that run at once; 0: 64, 256 on cuda and sim")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the usable cores, fewer if faster")
+    lora_places: int = Field(0, ge=0, le=256, description="adapters that a step may have; 0: no adapters")
+    lora_rank: int = Field(64, ge=1, le=512, description="highest rank of an adapter")
     deterministic: bool = Field(False, description="answers do not depend on the batch, bit for bit; slower")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device
@@ -231,6 +237,13 @@ class Settings(BaseSettings):
         raise ValueError(
             "auto, cpu or cuda is expected, with /tp2 to /tp99 or /pp2 to /pp64 for several, like cuda/tp4"
         )
+
+    @field_validator("gpu_memory")
+    @classmethod
+    def _share_or_size(cls, text: str) -> str:
+        if text:
+            memory_limit(text, 1)
+        return text
 
     @field_validator("speculate")
     @classmethod

@@ -56,6 +56,12 @@ class UnknownRequest(HeadraceError):
     code, type = 404, "request_not_found"
 
 
+class UnknownSession(HeadraceError):
+    """No scheduler has the session."""
+
+    code, type = 404, "session_not_found"
+
+
 class DeadlineExceeded(HeadraceError):
     """The request's own time limit passed."""
 

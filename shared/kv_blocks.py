@@ -1,10 +1,11 @@
 """Keys of KV blocks: a hash chain over the tokens, so that equal prefixes have equal keys everywhere.
 
-    root = blake3("kv1" ‖ len ‖ fingerprint ‖ len ‖ salt)       key 0 ──▶ key 1 ──▶ key 2 ...
+    root = blake3("kv1" ‖ len ‖ fingerprint ‖ len ‖ salt [‖ len ‖ adapter])     key 0 ──▶ key 1 ──▶ key 2 ...
     key i = blake3(key i-1 ‖ tokens of block i as u32 little-endian)    (key -1 is the root)
 
 A key identifies all tokens up to the end of its block, for one model layout (the fingerprint, which covers
-the block size) and one tenant (the salt): another tenant cannot detect that a block is cached. Only full
+the block size), one adapter (its digest, so that weights under a known name are another adapter) and one
+tenant (the salt): another tenant cannot detect that a block is cached. Only full
 blocks have keys, and the partial tail of a preempted sequence, which is never shared. Keys are the same in
 every process and on every machine, unlike Python's `hash()`.
 
@@ -28,9 +29,9 @@ ROOTS = 4_096  # cached root keys, one for each tenant
 
 
 @lru_cache(maxsize=ROOTS)  # used at each arrival and each admission
-def root_key(fingerprint: str, salt: str) -> bytes:
-    """The key before the first block. Both parts carry their length, so that no two pairs are equal."""
-    parts = [text.encode() for text in (fingerprint, salt)]
+def root_key(fingerprint: str, salt: str, adapter: str = "") -> bytes:
+    """The key before the first block. All parts carry their length, so that no two of them are equal."""
+    parts = [text.encode() for text in (fingerprint, salt, *filter(None, (adapter,)))]
     return blake3(b"kv1" + b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
 
 

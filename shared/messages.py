@@ -201,15 +201,23 @@ class Tokenized:
     answer_format: str = (
         ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
     )
-    checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
+    savepoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
     most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
     run: int = 0  # of a durable request: the number of this run of it, from its keeper; 0: it has none
     speculate: bool = True  # its rows may have drafts: they change the time of its tokens alone
-    prediction: Ints = field(
-        default_factory=ints
-    )  # tokens that its answer may repeat: drafts are found there
+    prediction: Ints = field(default_factory=ints)  # its answer may repeat them: drafts are found there
+    session: str = ""  # session_hints.name of its tenant and the client's id; empty: the client gave none
+    parent: str = ""  # likewise, of the session that started this one
+    session_final: bool = False  # no request of the session follows
+    expects_tokens: int = 0  # of the answer, as the client foresees; 0: it does not
+    keep_us: int = 0  # the client's wish: how long its blocks stay after the answer; 0: none
+    has_tools: bool = False  # its answer may call functions: Ended names them
+    prefetch: bool = False  # the client's wish: its blocks are on the device when the next request comes
+    adapter: str = ""  # digest of the adapter that computes it; empty: the model alone
+    adapter_name: str = ""  # under which its client knows the adapter
+    adapter_path: str = ""  # its folder, where the executors run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +271,7 @@ class Claims:
     """tokenizer -> the others of its model, a few times a second: requests that the sender has taken, and
     requests that are done and need no takeover. Each is a 64-bit key (tokenizer/standby.py).
 
-    detokenizer -> the others of its model: requests that it has answered (detokenizer/backups.py)."""
+    detokenizer -> the others of its model: requests that it has answered (detokenizer/failover.py)."""
 
     taken: Longs = field(default_factory=longs)
     ids: tuple[str, ...] = ()  # of `taken`: the ids drawn for requests without a `request_id`
@@ -384,6 +392,40 @@ class Ended:
     first_wall_us: int = 0  # the first text was sent, or added to a plain answer
     built_wall_us: int = 0  # the last frame was built
     sent_wall_us: int = 0  # the last frame left the process
+    calls: tuple[str, ...] = ()  # names of the functions that the answer calls: few, and short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionVerb:
+    """client -> scheduler: the state of a session, or a wish for its blocks. Idempotent."""
+
+    tenant: str
+    session: str  # as in Tokenized
+    verb: str  # state, release, prefetch, keep
+    keep_us: int = 0  # of `keep`
+    tree: bool = False  # of `release`: the sessions that it started, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAnswer:
+    """scheduler -> client: a session now, before any copy that a verb starts; a row of the list of all."""
+
+    state: str  # unknown, running, idle, rising (its blocks come up), below (none on the device), ended
+    tokens: int = 0
+    device: int = 0  # tokens there, and in L1, and in L2
+    l1: int = 0
+    l2: int = 0
+    will: str = ""  # what follows from the verb: release, prefetch, keep; nothing
+    why: str = ""  # of `nothing`
+    tenant: str = ""
+    session: str = ""  # as in Tokenized; of a session without an id: as the scheduler has named it
+    tool: str = ""  # the slowest function that its last answer called; empty: none
+    idle_us: int = 0  # since its last answer ended
+    kept_us: int = 0  # until its blocks lose their rank
+    returns_p50_us: int = 0  # half of such pauses end by then; 0: not learned
+    returns_p90_us: int = 0
+    load_us: int = 0  # its next request: until its blocks are on the device
+    compute_us: int = 0  # the same, computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,6 +463,7 @@ class ExecHello:
     flags: tuple[str, ...] = ()  # with these weights they start an executor of the same `model_digest`
     max_drafts: int = 0  # of a row; 0: the engine has no drafts
     max_draft_rows: int = 0  # rows of a step that has drafts; 0: any number
+    adapter_places: int = 0  # adapters that a step may have; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,6 +532,28 @@ class SlotOpen:
     min_tokens: int = 0  # until then `stop_ids` have no probability
     pooling: int = 0  # as in Tokenized: its sampled row also gives a vector
     prediction: Ints = field(default_factory=ints)  # as in Tokenized
+    adapter: int = 0  # the place of its adapter, see AdapterLoad; 0: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """scheduler -> executor: put an adapter into a place, from 1 on, that no open slot has. Slots may have it
+    after AdapterLoaded. Steps go on meanwhile."""
+
+    place: int
+    digest: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoaded:
+    """executor -> scheduler: the adapter is in its place, or why it is not."""
+
+    place: int
+    digest: str
+    error: str = ""
+    bytes: int = 0  # in host memory
+    took_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -721,6 +786,22 @@ class KvGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvForget:
+    """scheduler -> kv_offload: no request needs these blocks. Needs no answer."""
+
+    keys: bytes
+    fingerprint: str = ""  # as in KvLookup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTouch:
+    """scheduler -> kv_offload: these blocks are needed soon, the last key first to stay. Needs no answer."""
+
+    keys: bytes
+    fingerprint: str = ""  # as in KvLookup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvCopy:
     """scheduler -> executor: copy blocks between HBM and the arena after step `after_step`."""
 
@@ -782,4 +863,6 @@ Message = (
     | SlotClose | GrammarReady | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt
     | Fragment | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCopy | KvCopied
     | KvCommit | KvStored | KvRelease | KvGone | ArenaReleased | Heartbeat | Claims | PeerLookup | PeerFound
+    | SessionVerb | SessionAnswer | KvForget | KvTouch
+    | AdapterLoad | AdapterLoaded
 )  # fmt: skip

@@ -74,6 +74,21 @@ def available_bytes(root: Path = Path("/")) -> int:
     return available
 
 
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def memory_limit(text: str, total_bytes: int) -> int:
+    """The bytes that `text` names: a share of all (0.6) or a size (40GiB). Raises ValueError for another
+    text."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(MB|GB|MiB|GiB)?", text)
+    number = float(match[1]) if match else 0.0
+    if match is None or number <= 0 or (match[2] is None and number > 1):
+        raise ValueError(
+            "a share up to 1, like 0.6, or a size in MB, GB, MiB or GiB, like 40GiB, is expected"
+        )
+    return int(number * (total_bytes if match[2] is None else _UNITS[match[2]]))
+
+
 def oom_kills(root: Path = Path("/")) -> int:
     """How many processes the kernel has killed for memory: of the cgroup of this one, or where that has no
     such figure, of the machine; 0 if neither can be read. `root` holds /proc and /sys."""

@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.ref import FP8
 
+_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 _REGISTERS = (240, 24)  # of a thread that computes, that fetches
 _REGISTERS_NARROW = (216, 72)  # with KV in fp8
 _SHARED = gl.NVMMASharedLayout(128, 16, 2)  # as TMA writes and tensor cores read
@@ -174,7 +175,7 @@ def _fetch_narrow(
                 wide = gl.where((token < end)[:, None], wide, gl.zeros_like(wide))
             buffers[which].index(stage).store(wide)
             fence_async_shared()
-            gl.thread_barrier()
+            _thread_barrier()
             mbarrier.arrive(full[which].index(stage), count=1)
             if i + STAGES < last:
                 _copy_tile(kv, rows, tile, came, column, which, BLOCK_TOKENS, TILE * DIM)
@@ -293,7 +294,7 @@ def _compute(
     inside = (r // GROUP < count)[:, None]
     q.store(gl.load(query + at_row[:, None] + d[None, :], mask=inside, other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    _thread_barrier()
     q = q.load(gl.DotOperandLayout(0, S, 2))  # read once: less power than from shared memory
     r = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
     seen_to = gl.minimum(start + r // GROUP, end - 1)
@@ -320,7 +321,7 @@ def _compute(
     elif PART == 0:
         _clear(v, (last - 1) * TILE, end, BLOCK_TOKENS)
         fence_async_shared()
-        gl.thread_barrier()
+        _thread_barrier()
         mbarrier.arrive(cleared.index(0), count=1)
     else:
         mbarrier.wait(cleared.index(0), 0)
@@ -406,7 +407,7 @@ def _attend(
         )
         arrived = (_barriers(STAGES, 1), _barriers(STAGES, 1))
     fence_async_shared()
-    gl.thread_barrier()
+    _thread_barrier()
     gl.warp_specialize(
         [
             (_compute, (
@@ -438,7 +439,7 @@ def attend(
     stages: int,
 ) -> None:
     """`kernels.attention.prefill.attend_prefill` without the merge of parts, in bf16, for tiles of 128 rows
-    and the sizes of `can_use_tma`. `kv` is contiguous, in bf16 or fp8.
+    and the sizes of `why_not_tma`. `kv` is contiguous, in bf16 or fp8.
 
     `tiles`: tables, slots, rows, starts, counts; `parts`: part, parts, partial, sums, or four times None."""
     _, heads, dim = query.shape

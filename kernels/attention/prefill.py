@@ -231,6 +231,7 @@ class PrefillTuning:
 # By the release of Triton for which it is written: another one may not have what it imports.
 GLUON = {
     "3.6": "kernels.attention.hopper:attend",
+    "3.7": "kernels.attention.hopper:attend",
 }
 _resolved = cache(resolve_name)
 
@@ -239,10 +240,16 @@ def _release() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
-def can_use_tma(head_dim: int, block_tokens: int) -> bool:
-    """Whether kernels.attention.hopper takes heads and blocks of these sizes, and this release of Triton
-    compiles it: Gluon is experimental, and names in it change."""
-    return _release() in GLUON and head_dim in (64, 128) and block_tokens in (8, 16, 32, 64, 128)
+def why_not_tma(head_dim: int, block_tokens: int) -> str:
+    """Why kernels.attention.hopper cannot take heads and blocks of these sizes, or this release of Triton
+    does not compile it (Gluon is experimental, and names in it change); empty if it can."""
+    if _release() not in GLUON:
+        return f"it is written for Triton {' and '.join(GLUON)}, and {triton.__version__} is installed"
+    if head_dim not in (64, 128):
+        return f"it takes heads of 64 or 128, and the model's are {head_dim} wide"
+    if block_tokens not in (8, 16, 32, 64, 128):
+        return f"it takes blocks of 8, 16, 32, 64 or 128 tokens, and --block-tokens is {block_tokens}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -460,7 +460,7 @@ class DraftState:
     max_lengths: Tensor  # [slots + 1]
     prompts: Tensor  # [slots + 1], tokens before the answer
     predicted: Tensor  # [slots + 1], tokens that the answer may repeat: at the end of the slot's `history`
-    history: Tensor  # [slots + 1, context + 1], tokens by position
+    history: Tensor  # [slots + 1, > context], tokens by position
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from shared.config import load
 from shared.errors import SetupError
 from shared.vocab.files import ModelFiles, resolve
-from shared.vocab.vocabulary import gguf_parts, load_vocabulary
+from shared.vocab.gguf import gguf_parts
+from shared.vocab.vocabulary import load_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from shared.messages import Ints, Tokenized, ints
 
@@ -28,6 +29,8 @@ class SimRequest:
     host_fed: bool = False
     n: int = 1
     timeout_us: int = HOUR_US
+    session: Mapping[str, Any] = field(default_factory=dict)  # fields of Tokenized: its session and hints
+    calls: tuple[str, ...] = ()  # the functions that its answer calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +70,5 @@ def tokenized(asked: SimRequest, wall_us: int) -> Tokenized:
         stop_ids=ints([STOP_ID]),
         tokens=prompt,
         processors=PROCESSORS if asked.host_fed else (),
+        **asked.session,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loadtest.simulator.tiers import Tier
-from services.scheduler.state.requests import TierReady
+from services.scheduler.state.requests import OffloadReady
 from shared.messages import Message
 
 SCHEDULER = "scheduler.s"
@@ -27,10 +27,10 @@ class TierSide:
         self._woken_us = 0  # it is to be woken then; 0: not at all
 
     @property
-    def ready(self) -> TierReady:
+    def ready(self) -> OffloadReady:
         """The answers for the scheduler."""
         tier = self.tier
-        return TierReady(tier.name, tier.generation, tier.host_id, tier.generation, tier.tiers)
+        return OffloadReady(tier.name, tier.generation, tier.host_id, tier.generation, tier.tiers)
 
     def answer(self, event: ToTier, now_us: int) -> list[tuple[int, Message]]:
         """Answers: after how long, and what."""

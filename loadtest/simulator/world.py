@@ -224,7 +224,7 @@ class World:
         record = self.readers.closed(close, self.now_us)
         if record is None:
             return
-        ended = Ended(seq=close.seq, index=close.final, reason=close.reason)
+        ended = Ended(seq=close.seq, index=close.final, reason=close.reason, calls=record.asked.calls)
         self._push(self.now_us + 2 * READER_HOP_US, Arrived(shard, ended))
         self._choice_ended(record)
 

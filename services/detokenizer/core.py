@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.detokenizer import response
-from services.detokenizer.backups import Backups
-from services.detokenizer.failover import Failover
+from services.detokenizer.failover import Backups, Failover
 from services.detokenizer.reconnect import Reconnect
 from services.detokenizer.text import ScoreReader, TokenGap
 from shared import messages
@@ -165,7 +164,7 @@ class DetokenizerCore:
     def resume(
         self, tokenized: messages.Tokenized, scores: messages.Tokens | None, wall_us: int, now_us: int
     ) -> list[response.Command]:
-        """Have a request go on after its checkpoint, unless it is open here. As attempt 1 it is never newer
+        """Have a request go on after its savepoint, unless it is open here. As attempt 1 it is never newer
         than one that runs, maybe from the start: its scheduler refuses, and no two texts are mixed."""
         name = (tokenized.tenant, tokenized.request)
         if self._table.named(*name) or self.failover.has_lost(*name):
@@ -286,7 +285,9 @@ class DetokenizerCore:
         if request.is_complete:
             key = _key(scheduler, request)
             commands = self._last(key, request.end, end_headers(trace=request.trace))
-        return [*commands, _ended(scheduler, close, tokens, stream.reason)]
+        has_calls = request.opened.most_calls and stream.reason == "stop"  # an answer that was cut calls none
+        calls = stream.calls(tokens) if has_calls else ()
+        return [*commands, _ended(scheduler, close, tokens, stream.reason, calls)]
 
     # ---- ends of requests -----------------------------------------------------------------------
 
@@ -354,5 +355,7 @@ def _missed(scheduler: str) -> response.SendTo:
     return response.SendTo(scheduler, messages.Detached(seqs=messages.ints()))
 
 
-def _ended(scheduler: str, close: messages.Close, index: int, reason: str) -> response.SendTo:
-    return response.SendTo(scheduler, messages.Ended(seq=close.seq, index=index, reason=reason))
+def _ended(
+    scheduler: str, close: messages.Close, index: int, reason: str, calls: tuple[str, ...] = ()
+) -> response.SendTo:
+    return response.SendTo(scheduler, messages.Ended(seq=close.seq, index=index, reason=reason, calls=calls))

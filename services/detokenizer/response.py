@@ -36,6 +36,7 @@ from typing import Any
 
 from services.detokenizer.text import Delta, Mark, SequenceStream, merged
 from shared import messages
+from shared.codec import open_of
 from shared.errors import HeadraceError, Moved
 from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
@@ -457,7 +458,7 @@ class OpenRequests:
         self.requests: dict[RequestKey, ResponseText] = {}
         self.waiting: dict[int, ResponseText] = {}  # those with text to send, by number
         self.readers: dict[int, ResponseText] = {}  # plain requests, by the number of their attached reader
-        self.checkpointed: dict[int, ResponseText] = {}  # those whose tokens are kept, by number
+        self.savepointed: dict[int, ResponseText] = {}  # those whose tokens are kept, by number
         self._vocabulary = vocabulary
         self._numbers: dict[int, RequestKey] = {}
         self._named: dict[tuple[str, str], list[RequestKey]] = {}
@@ -488,7 +489,7 @@ class OpenRequests:
         return request, fresh
 
     def adopt(self, scheduler: str, tokenized: messages.Tokenized, trace: str) -> ResponseText:
-        """Add a request from its backup or checkpoint, without tokens, as a lost request of its scheduler."""
+        """Add a request from its backup or savepoint, without tokens, as a lost request of its scheduler."""
         choices = [opened_of(tokenized, choice) for choice in range(tokenized.n)]
         key = (scheduler, tokenized.tenant, tokenized.request)
         request = self.requests[key] = ResponseText(choices[0], self.next_number(), trace)
@@ -501,8 +502,8 @@ class OpenRequests:
     def keep_tokenized(self, request: ResponseText, tokenized: messages.Tokenized) -> None:
         """Keep a request as its scheduler sent it."""
         request.kept = tokenized
-        if tokenized.checkpoints:
-            self.checkpointed[request.number] = request
+        if tokenized.savepoints:
+            self.savepointed[request.number] = request
 
     def next_number(self) -> int:
         """A number that no request has had: the server's 503s for an earlier client do not concern it."""
@@ -560,7 +561,7 @@ class OpenRequests:
         if not named:
             del self._named[key[1:]]
         self.waiting.pop(request.number, None)
-        self.checkpointed.pop(request.number, None)
+        self.savepointed.pop(request.number, None)
         if request.reader is not None:
             self.readers.pop(request.reader.number, None)
         for seq in request.seqs:
@@ -571,37 +572,15 @@ class OpenRequests:
         self._numbers[request.number] = key
         if request.reader is not None:
             self.readers[request.reader.number] = request
-        if request.kept is not None and request.kept.checkpoints:
-            self.checkpointed[request.number] = request
+        if request.kept is not None and request.kept.savepoints:
+            self.savepointed[request.number] = request
         self._named.setdefault(key[1:], []).append(key)
 
 
 def opened_of(tokenized: messages.Tokenized, choice: int) -> messages.Open:
     """An Open for a choice of an adopted request; `seq` is -1 until a scheduler opens it."""
-    return messages.Open(
-        seq=-1,
-        request=tokenized.request,
-        attempt=tokenized.attempt,
-        tenant=tokenized.tenant,
-        model=tokenized.model,
-        inbox=tokenized.inbox,
-        choice=choice,
-        choices=tokenized.n,
-        stream=tokenized.stream,
-        format=tokenized.format,
-        stop=tokenized.stop,
-        include_stop=tokenized.include_stop,
-        min_tokens=tokenized.min_tokens,
-        logprobs=tokenized.logprobs,
-        received_wall_us=tokenized.received_wall_us,
-        prompt_tokens=len(tokenized.tokens),
-        include_usage=tokenized.include_usage,
-        parent_span=tokenized.parent_span,
-        stop_ids=tokenized.stop_ids,
-        answer_format=tokenized.answer_format,
-        most_calls=tokenized.most_calls,
-        run=tokenized.run,
-    )
+    attempt, prompt_tokens = tokenized.attempt, len(tokenized.tokens)
+    return open_of(tokenized, seq=-1, attempt=attempt, choice=choice, prompt_tokens=prompt_tokens)
 
 
 @dataclass(slots=True)
@@ -642,7 +621,7 @@ Command = Publish | SendTo | Fault | Finished
 
 
 def detached(key: RequestKey, request: ResponseText, *, moved: bool = False) -> SendTo:
-    """The message to a scheduler for a request without a reader here. An adopted request (backups.py) has no
+    """The message to a scheduler for a request without a reader here. An adopted request (failover.py) has no
     sequence numbers: it is cancelled by name, since a Detached without any reports lost messages."""
     scheduler, tenant, name = key
     if seqs := request.seqs:

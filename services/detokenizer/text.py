@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.answer_formats.formats import chosen, markers_of
-from shared.answer_formats.parser import AnswerParser, can_reason, reasoning_tokens
+from shared.answer_formats.parser import AnswerParser, called_functions, can_reason, reasoning_tokens
+from shared.codec import MAX_CALL_CHARS, MAX_CALLS
 from shared.errors import EngineError
 from shared.messages import Open, Tokens
 from shared.vocab.vocabulary import Vocabulary
@@ -183,6 +184,11 @@ class SequenceStream:
     def reasoning_tokens(self, final: int) -> int | None:
         """How many of the first `final` tokens are reasoning; None if the model's answers have none."""
         return reasoning_tokens(self._format, self.ids[:final], self._decoder.table)
+
+    def calls(self, final: int) -> tuple[str, ...]:
+        """The functions that the answer of `final` tokens calls, as many and as much of each as Ended has."""
+        names = called_functions(self._format, self.ids[:final], self._decoder.table)
+        return tuple(name[:MAX_CALL_CHARS] for name in names[:MAX_CALLS])
 
     def _finish_text(self) -> str:
         """Add the held text. Returns a stop string in it: some text is content only by the end after it."""

@@ -24,12 +24,13 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from services.executor.device_thread import DeviceThread, Reset, Switch, checked_slot
+from services.executor.device_thread import Between, DeviceThread, Reset, Switch, checked_slot
 from services.executor.engine import (
     Alarm,
     Backend,
     BackendInfo,
     GrammarNews,
+    adapter_loads_of,
     engine_of,
     open_error,
     plan_error,
@@ -49,14 +50,14 @@ from shared.processes import importing
 from shared.telemetry.counters import (
     Counted,
     ExecutorCounter,
+    MetricPoint,
+    Metrics,
     SchedulerCounter,
     in_load,
     in_status,
     lately,
     points,
 )
-from shared.telemetry.readings import MetricPoint, Metrics
-from shared.vocab import files
 from shared.vocab.files import resolve, served_names
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class ExecutorActor(Actor):
         self._grammar_news = news or GrammarNews()
         self._backend: Backend | None = None
         self._arenas: ArenaTransfers | None = None  # since the engine is built
+        self._adapters: Any = None  # its loads, if it has places for some
         self._scheduler = ""  # kind.id
         self._incarnation = Incarnation.JOINING
         self._kept_out = ""  # why the scheduler refuses this executor
@@ -145,9 +147,19 @@ class ExecutorActor(Actor):
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_loop(mailbox, on_built))
         self._backend = await built
-        files.forget_header()  # the last reader was the engine
+        from shared.vocab import gguf  # with tokenizers, which the engine has imported meanwhile
+
+        gguf.forget_header()  # the last reader was the engine
         computing = lambda: self._device.since_us > 0  # noqa: E731
+        self._adapters = adapter_loads_of(
+            self._backend, mailbox, self._backend.info.model, self._between_steps
+        )
+        if self._adapters is not None:
+            await self._adapters.start()
         self._arenas = ArenaTransfers(self._backend, mailbox, self._host_id, self._send_hello, computing)
+
+    def _between_steps(self, run: Callable[[], None]) -> None:
+        self._device.put(Between(run))
 
     def on_ready(self) -> None:
         self._join()
@@ -282,6 +294,7 @@ class ExecutorActor(Actor):
             **({"kept_out": self._kept_out} if self._kept_out else {}),
             **in_status(self._counted),
             **self._arenas.status(),
+            **(self._adapters.status() if self._adapters is not None else {}),
         }
 
     async def drain(self) -> None:
@@ -289,6 +302,8 @@ class ExecutorActor(Actor):
         await self._empty.wait()
 
     async def stop(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
         gone = self._alarm.why or (self._backend is not None and self._device.gone is not None)
         within_s = 0.0 if gone else STOP_TIMEOUT_S  # a dead engine's work never ends: do not wait
         if self._arenas is not None:
@@ -319,6 +334,8 @@ class ExecutorActor(Actor):
         self._last_step = 0
         self._open_slots.clear()
         self._empty.set()
+        if self._adapters is not None:
+            self._adapters.begin()
         arenas = self._arenas
         arenas.begin(self._scheduler, epoch)
         self._device.put(Reset(lambda: arenas.worker.on_stepped(epoch, 0)))
@@ -395,6 +412,8 @@ class ExecutorActor(Actor):
                 if not self._open_slots:
                     self._empty.set()
                 self._device.put(message)
+            case messages.AdapterLoad() if self._adapters is not None:
+                self._adapters.load(self._scheduler, message)
             case messages.KvCopy() if self._arenas is not None:
                 self._arenas.copy(message)
 
@@ -475,6 +494,8 @@ def _sim(settings: Settings) -> Backend:
         max_context=settings.max_context or usual.max_context,
         timing=settings.sim,
         processors=processors,
+        lora_places=settings.lora_places,
+        lora_rank=settings.lora_rank,
     )
     return _of_digest(SimBackend(options), _wanted_digest(settings))
 
@@ -530,6 +551,8 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
             f"{files.name} is an encoder, which {ranks} ranks cannot share: start more executors"
         )
     processors = load_processors(settings.logits_processors)
+    if settings.lora_places and (on_gpu or encodes or ranks > 1):
+        raise SetupError("lora_places: adapters run on a CPU that is one executor; set it to 0 here")
     log.info("loading %s …", files.name)
     slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
     dtype, _, kv_dtype = settings.dtype.partition("/")
@@ -547,6 +570,7 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         kv_dtype=kv_dtype or "auto",
         device=device,
         blocks=settings.kv_blocks,
+        gpu_memory=settings.gpu_memory,
         only_tier=not on_gpu and ranks == 1 and _needs_no_l1(settings),
         block_tokens=settings.block_tokens,
         slots=slots,
@@ -559,6 +583,8 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         deterministic=settings.deterministic,
         processors=processors,
         max_drafts=MOST_DRAFTS if settings.most_drafts else 0,
+        lora_places=settings.lora_places,
+        lora_rank=settings.lora_rank,
         report_grammar=lambda of_grammar: news.report(of_grammar),
     )
     return build, options, encodes

@@ -32,10 +32,10 @@ from services.executor.engine import (
     EngineGone,
     Pending,
     StepOutput,
+    cut_why,
     sequence_error,
     without_host_work,
 )
-from services.executor.sampling.logits_processors import cut_why
 from shared.clock import Clock
 from shared.errors import EngineError
 from shared.messages import ROW_REFUSED, SlotClose, SlotOpen, StepPlan, StepResult, floats, ints
@@ -52,6 +52,13 @@ class Reset:
     """Forget every slot once the steps before have ended, then call `done` on the device thread."""
 
     done: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Call `run` on the device thread, between two steps."""
+
+    run: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,9 @@ def checked_slot(opened: SlotOpen, info: BackendInfo) -> SlotOpen | RejectedSlot
     return replace(opened, prediction=ints(token for token in opened.prediction if token < info.vocab))
 
 
-Work = SlotOpen | RejectedSlot | SlotClose | StepPlan | Reset | Switch | Refused | None  # None: the end
+Work = (
+    SlotOpen | RejectedSlot | SlotClose | StepPlan | Reset | Between | Switch | Refused | None
+)  # None: the end
 Deliver = Callable[[StepResult], None]
 
 
@@ -219,7 +228,7 @@ class DeviceThread:
         work.done(error)
 
     def _set_slots(
-        self, backend: Backend, work: SlotOpen | RejectedSlot | SlotClose | Reset | Refused
+        self, backend: Backend, work: SlotOpen | RejectedSlot | SlotClose | Reset | Between | Refused
     ) -> None:
         """These works have no result: an error of a sequence fails its rows, any other the next step."""
         try:
@@ -238,6 +247,8 @@ class DeviceThread:
                     self._rejected.clear()
                     backend.reset()
                     work.done()
+                case Between(run=run):
+                    run()
                 case Refused(error=error):
                     self._broken = error
         except Exception as error:  # noqa: BLE001 - a dead thread would leave every client waiting

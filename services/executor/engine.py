@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +48,17 @@ ENGINES = {
     "cpu": "services.executor.cpu.engine:build",
     "cuda": "services.executor.cuda.engine:build",
 }
-TIMINGS = {  # of products on a CPU, which choose the first number of threads
+TUNING = {  # the number of threads on a CPU: a timing of products chooses the first one, steps the others
     "products": "services.executor.cpu.autotune:timing_for",
+    "steps": "services.executor.cpu.autotune:thread_count",
 }
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
+}
+ADAPTERS = {  # the places of an engine of a CPU, those without weights, and their loads
+    "cpu": "services.executor.adapters.places:build",
+    "sim": "services.executor.adapters.sim:build",
+    "loads": "services.executor.adapters.shell:AdapterLoads",
 }
 COMPILED = {  # operators in machine code for a CPU, where their kernels fit the cache; else torch's
     "numba": "services.executor.cpu.compiled:CompiledOperators",
@@ -60,6 +66,7 @@ COMPILED = {  # operators in machine code for a CPU, where their kernels fit the
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
+MAX_WHY_BYTES = 160  # 256 of them fit into a result
 NO_DRAFT = -1
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 COMPUTE, COMM = (0, 1), (2, 3)  # of micro-batches A and B, see shared.messages.SEGMENT_LANES
@@ -98,6 +105,7 @@ class BackendInfo:
     tokens_digest: str = ""  # of its vocabulary, see Vocabulary; empty: it has none
     max_drafts: int = 0  # see ExecHello
     max_draft_rows: int = 0
+    adapter_places: int = 0
 
     @property
     def context(self) -> int:
@@ -224,6 +232,50 @@ class Speculation(Protocol):
         slots, and whether they are the first ones of their slots."""
 
 
+class HeldAdapter(Protocol):
+    """An adapter in host memory."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Adapters(Protocol):
+    """The adapters of an engine, by place. Place 0 has none."""
+
+    count: int  # places
+    held: list[Any]  # by place: a HeldAdapter or None
+
+    def read(self, path: str) -> HeldAdapter:
+        """Read an adapter to host memory, on any thread. Raises BadRequest."""
+
+    def bind(self, place: int, adapter: Any) -> None:
+        """Put an adapter that was read into a place, or None, on the device thread. Earlier steps have the
+        adapter before it."""
+
+    def open(self, opened: messages.SlotOpen) -> None:
+        """The rows of a slot have the adapter in its place."""
+
+    def reset(self) -> None:
+        """Empty all places."""
+
+
+def adapters_of(kind: str, places: int, *given: Any) -> Any:
+    """The Adapters of an engine, made of what is `given`; None without places, or without their line."""
+    return resolve_name(ADAPTERS[kind])(*given) if places and kind in ADAPTERS else None
+
+
+def adapter_loads_of(backend: Backend, *given: Any) -> Any:
+    """What loads the adapters of an engine; None: it has no places for any."""
+    made = ADAPTERS.get("loads") if backend.info.adapter_places else None
+    return resolve_name(made)(cast("Adapting", backend).adapters, *given) if made else None
+
+
 Forced = Callable[[int, int], Sequence[int]]  # ids that a slot's grammar hardly leaves open, at most so many
 
 
@@ -242,7 +294,52 @@ def engine_of(device: str) -> Callable[..., Any]:
 
 def timing_of(*model: Any, **how: Any) -> Any:
     """The timing of a model's products here, see services.executor.cpu.autotune; None: not timed."""
-    return next((resolve_name(name)(*model, **how) for name in TIMINGS.values()), None)
+    return resolve_name(TUNING["products"])(*model, **how) if "products" in TUNING else None
+
+
+class Threads(Protocol):
+    """Chooses how many threads compute the next step, `now`, by the time of those before."""
+
+    @property
+    def now(self) -> int: ...
+
+    def observe(self, tokens: int, took_us: int) -> None:
+        """Take the time of a step with `now` threads."""
+
+
+def thread_count() -> Threads | None:
+    """What changes the number of threads between steps; None: each step has the first number."""
+    return resolve_name(TUNING["steps"])() if "steps" in TUNING else None
+
+
+class LogitsProcessor(Protocol):
+    """One instance for each sequence and entry of its request. Called once a row, on the executor's host
+    thread. An error ends only its own request."""
+
+    def process(self, generated: Sequence[int], logits: Tensor) -> Tensor:
+        """The logits to sample from: `logits` `[vocab]`, float32, on the CPU, changed in place or not, or
+        another tensor of that shape. At least one must be finite, none may be NaN or +inf; -inf forbids a
+        token. `generated` are the sequence's tokens after its prompt."""
+
+
+# Called with the request's `args` and the prompt's tokens. The class attribute `waits = True`: `process`
+# waits for something outside instead of computing, so rows wait at the same time, on several threads.
+MakeProcessor = Callable[[dict[str, Any], Sequence[int]], LogitsProcessor]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A sampled row. The slot's processors change `logits` `[vocab]` float32 in place. `tokens` is the
+    sequence so far, with its prompt."""
+
+    slot: int
+    tokens: Sequence[int]
+    logits: Tensor
+
+
+def cut_why(why: str) -> str:
+    """`why`, cut to MAX_WHY_BYTES."""
+    return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
 
 
 class EngineGone(HeadraceError):
@@ -349,6 +446,12 @@ class Backend(Protocol):
         """Free everything. A second call does nothing."""
 
 
+class Adapting(Protocol):
+    """An engine with `info.adapter_places`."""
+
+    adapters: Adapters
+
+
 class Sleeper(Protocol):
     """An engine with `info.sleeps`."""
 
@@ -386,6 +489,8 @@ def open_error(opened: messages.SlotOpen, info: BackendInfo) -> str:
         return f"slot {opened.slot} is not one of {info.slots} slots"
     if not opened.tokens:
         return f"slot {opened.slot} is opened without a token"
+    if opened.adapter > info.adapter_places:
+        return f"slot {opened.slot} has place {opened.adapter} of {info.adapter_places} for adapters"
     if len(opened.tokens) > info.max_context:
         return f"slot {opened.slot} has {len(opened.tokens)} tokens in a context of {info.max_context}"
     return ""

@@ -34,8 +34,7 @@ from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import UnixListener, bind, http_url, unix_url
-from shared.telemetry.counters import GatewayCounter, in_load, in_status, lately
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import GatewayCounter, Metrics, in_load, in_status, lately
 
 log = logging.getLogger("headrace.gateway")
 
@@ -171,9 +170,16 @@ class GatewayActor(Actor):
         }
 
     def _model_of(self, name: str, tenant: str, request: str) -> str:
-        """The model for a request to an alias, else the name as it is. The name of a model goes first."""
+        """The model for a request to an alias, else the name as it is: that of an adapter, too. The name of a
+        model goes first."""
         peers = self._mailbox.peers
-        if self._aliases.get(name) is None or name in peers.models("tokenizer") or name in peers.aliases():
+        alias = self._aliases.get(name)
+        if (
+            alias is None
+            or alias.adapter is not None
+            or name in peers.models("tokenizer")
+            or name in peers.aliases()
+        ):
             return name
         return self._aliases.resolve(name, tenant, request) or name
 

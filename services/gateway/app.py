@@ -125,7 +125,9 @@ PARTS = (
     "services.gateway.dialects.later:build",
     "services.gateway.dialects.anthropic:build",
     "services.gateway.dialects.ollama:build",
+    "services.gateway.dialects.adapters:build",
     "services.gateway.batches:build",
+    "services.gateway.sessions:build",
     "services.gateway.page:build",
 )
 _PARTS: list[Part] = [*(resolve_name(name)() for name in PARTS), OWN]

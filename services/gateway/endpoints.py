@@ -18,6 +18,7 @@ from services.gateway import native_call
 from services.gateway.exchange import answer, exchange_of
 from services.gateway.openai_response import OPENAI, Api, Body, Chunks, EventStream
 from services.gateway.visitors import Keys
+from shared import session_hints
 from shared.client.client import Client
 from shared.clock import Clock, SystemClock
 from shared.errors import Overloaded
@@ -71,6 +72,10 @@ class Endpoints:
         exchange = exchange_of(request)
         self.enter(request)
         fields, client = await self.read_request(request, api)
+        if "input" not in fields:  # a vector has no session
+            hints, fates = session_hints.with_headers(fields, request.headers.getlist)
+            fields |= hints
+            self.counters.note_hints(fates)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = {name: value for name, value in fields.items() if name != "keep"}
         if prefix:

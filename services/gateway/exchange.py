@@ -34,14 +34,12 @@ from starlette.responses import Response
 from shared.api import REQUEST_ID
 from shared.client.client import SlowReader
 from shared.errors import HeadraceError, SetupError
-from shared.openai.call import error_body, error_status
-from shared.openai.whole_answer import total
+from shared.openai.call import error_body, error_status, total
 from shared.replies import to_json
 from shared.telemetry import traces as c
-from shared.telemetry.counters import Counted, GatewayCounter, points
+from shared.telemetry.counters import Counted, GatewayCounter, HistogramPoint, Metrics, points
 from shared.telemetry.counters import Counter as Declared
-from shared.telemetry.readings import HistogramPoint, Metrics
-from shared.telemetry.traces import SpanRecord
+from shared.telemetry.traces import SpanData
 
 EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
 ID_HEADER = "x-request-id"
@@ -218,7 +216,7 @@ def headers_of_exchange(exchange: Exchange) -> dict[str, str]:
     return headers
 
 
-def spans(exchange: Exchange, component: str) -> list[SpanRecord]:
+def spans(exchange: Exchange, component: str) -> list[SpanData]:
     """The gateway's spans of a request. Those of the native request lie between `receive` and `respond`."""
     attributes: dict[str, str | int] = {
         c.COMPONENT: component,
@@ -236,11 +234,11 @@ def spans(exchange: Exchange, component: str) -> list[SpanRecord]:
     answered = max(exchange.answered_us or exchange.ended_us, asked)
     where = {c.COMPONENT: component}
     return [
-        SpanRecord(
+        SpanData(
             name, exchange.started_us, exchange.ended_us, None, {**attributes}, kind="server", error=error
         ),
-        SpanRecord("receive", exchange.started_us, asked, attributes={**where}),
-        SpanRecord("respond", answered, max(exchange.ended_us, answered), attributes={**where}),
+        SpanData("receive", exchange.started_us, asked, attributes={**where}),
+        SpanData("respond", answered, max(exchange.ended_us, answered), attributes={**where}),
     ]
 
 
@@ -279,6 +277,7 @@ class ExchangeCounters:
         self.slow_readers = 0
         self.chunks = 0
         self.open: Counter[str] = Counter()  # requests for an answer, by tenant
+        self._hints: Counter[tuple[str, str]] = Counter()  # by header of a session, and what became of it
         self._took: dict[tuple[str, int], Durations] = {}
         self._first: dict[str, Durations] = {}
 
@@ -290,6 +289,10 @@ class ExchangeCounters:
         """A request of a tenant to a model."""
         exchange.counted = True
         self.open[exchange.tenant] += 1
+
+    def note_hints(self, fates: Mapping[str, str]) -> None:
+        """What became of the headers of a request that name its session."""
+        self._hints.update(fates.items())
 
     def end(self, exchange: Exchange) -> None:
         """A request was answered, or its client has gone."""
@@ -329,7 +332,8 @@ class ExchangeCounters:
             durations.histogram(GatewayCounter.FIRST_CHUNK, route)
             for route, durations in sorted(self._first.items())
         ]
-        return [*points(self.counted), *took, *first]
+        hints = [GatewayCounter.HINTS.point(count, *key) for key, count in sorted(self._hints.items())]
+        return [*points(self.counted), *took, *first, *hints]
 
 
 log = logging.getLogger("headrace.gateway")

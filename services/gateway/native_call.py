@@ -49,11 +49,10 @@ from shared.errors import (
     UnknownModel,
     WireError,
 )
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery, NoResponders
 from shared.openai.call import Body, Call
-from shared.telemetry.counters import ProcessCounter, cells
-from shared.telemetry.readings import Metrics, unpack
+from shared.telemetry.counters import Metrics, ProcessCounter, cells, unpack
 
 log = logging.getLogger("headrace.gateway")
 
@@ -532,6 +531,39 @@ class Fleet:
         states = [{"kind": kind, "id": actor, "state": "silent"} for kind, _, actor in silent.values()]
         own = (s for s in found.values() if s and s.get("fleet") == self._mailbox.fleet)
         return [*states, *({**state, "cells": cells(state)} for state in own)]
+
+    async def ask_schedulers(
+        self,
+        subject: str,
+        tenant: str,
+        kind: type[Any],
+        asked: Body | None = None,
+        *,
+        enough: Callable[[Body], object] = lambda body: False,
+    ) -> list[Body]:
+        """What the living schedulers answer to a request of a tenant: bodies of a `kind`, and errors. The
+        last one is the first that is `enough`. Raises Unavailable if none is and one does not answer."""
+        bus, found = self._mailbox.bus, list[Body]()
+        silent = {name for name in self._mailbox.peers.sources() if name.startswith("scheduler.")}
+
+        def on_answer(delivery: Delivery) -> bool:
+            for each in (kind, bodies.Refused):
+                with contextlib.suppress(WireError):
+                    found.append({**bodies.decode(each, delivery.data)})
+                    break
+            else:
+                return False
+            body = found[-1]
+            silent.discard(f"scheduler.{body.get('scheduler') or body.get('id')}")
+            return "error" in body or bool(enough(body)) or not silent
+
+        inbox = access.reply_inbox(bus.user, subjects.token(tenant), bus.new_inbox())
+        data = b"" if asked is None else bodies.encode(asked)
+        await gather(bus, subject, SERVICES_S, on_answer, body=data, inbox=inbox)
+        if not found or (silent and not ("error" in found[-1] or enough(found[-1]))):
+            why = f"{min(silent)} does not answer" if silent else "no scheduler runs"
+            raise Unavailable(f"{why}: see `headrace status`", retry_after_ms=1_000)
+        return found
 
     async def trace(self, tenant: str, request_id: str) -> Body | None:
         """The trace of a request of a tenant, as `headrace trace --json` has it; None if no scheduler knows

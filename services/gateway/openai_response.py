@@ -1,6 +1,6 @@
 """Turns native answers and frames into answers and streams of the exact shapes of the OpenAI API.
 
-shared/openai/whole_answer.py builds one JSON answer. ChunkBuilder turns the frames of native streams into
+`answer` of shared/openai/call.py builds one JSON answer. ChunkBuilder turns the frames of native streams into
 the chunks of one OpenAI stream, as JSON, which EventStream sends; all but EventStream is pure:
 
     accepted          no chunk: the response starts with the first text, so that an error has its status
@@ -36,8 +36,7 @@ from shared.client.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call, read_call, read_vectors_call
-from shared.openai.whole_answer import answer, stop_reason, total, vectors
+from shared.openai.call import Call, answer, read_call, read_vectors_call, stop_reason, total, vectors
 
 Body = dict[str, Any]
 M = TypeVar("M", bound=BaseModel)

@@ -145,9 +145,7 @@ class Keys:
     def only_operator(self, authorization: str) -> None:
         """Raises NotAuthorized, and Forbidden for a tenant's key."""
         if self._file is not None and self._name_of(authorization) != OPERATOR:
-            raise Forbidden(
-                f"this page counts all tenants' requests: send the key of {OPERATOR} in http_keys"
-            )
+            raise Forbidden(f"this is for operators alone: send the key of {OPERATOR} in http_keys")
 
     def _name_of(self, authorization: str) -> str:
         scheme, _, key = authorization.partition(" ")

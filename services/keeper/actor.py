@@ -44,8 +44,7 @@ from shared.nats.interface import Delivery, Subscription
 from shared.nats.jetstream import JetStream, Made, Taken, Unwritten, deliveries
 from shared.processes import Rarely
 from shared.replies import error_reply
-from shared.telemetry.counters import Counted, KeeperCounter, in_status, lately, points
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import Counted, KeeperCounter, Metrics, in_status, lately, points
 
 log = logging.getLogger("headrace.keeper")
 
@@ -62,7 +61,7 @@ STREAMS: dict[str, Body] = {
         "max_bytes": DONE_BYTES, "allow_direct": True, "allow_msg_ttl": True,
     },
 }  # fmt: skip
-STATE: Body = {  # checkpoints: the last one of each request; full, it drops the oldest
+STATE: Body = {  # savepoints: the last one of each request; full, it drops the oldest
     "subjects": [subjects.STATE_ALL], "storage": "file", "discard": "old", "max_msgs_per_subject": 1,
     "max_bytes": STATE_BYTES, "max_age": STATE_S * 1_000_000_000, "allow_direct": True,
 }  # fmt: skip
@@ -198,7 +197,7 @@ class KeeperActor(Actor):
             state = {**STATE, "num_replicas": self._replicas}
             await self._streams.make_stream(subjects.STATE_STREAM, state)
         except HeadraceError as error:  # requests then start over
-            self._away.warning("there are no checkpoints: %s", error.message)
+            self._away.warning("there are no savepoints: %s", error.message)
         for part in self._parts:
             await part.make_streams()
 
@@ -244,10 +243,10 @@ class KeeperActor(Actor):
     def _run(self, commands: Iterable[core.Command]) -> None:
         for command in commands:
             match command:
-                case core.LookUp(key, checkpoint):
-                    self._call(self._look_up(key, checkpoint=checkpoint))
-                case core.Ask(work, checkpoint, run):
-                    self._ask(work, checkpoint, run)
+                case core.LookUp(key, savepoint):
+                    self._call(self._look_up(key, savepoint=savepoint))
+                case core.Ask(work, savepoint, run):
+                    self._ask(work, savepoint, run)
                 case core.Drop(key):
                     self._call(self._drop(key))
                 case core.Store(key, record):
@@ -269,11 +268,11 @@ class KeeperActor(Actor):
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _look_up(self, key: core.Key, *, checkpoint: bool) -> None:
+    async def _look_up(self, key: core.Key, *, savepoint: bool) -> None:
         exists: bool | None = None
         found: bytes | None = None
         try:
-            if checkpoint and self._made.was_found(subjects.STATE_STREAM):
+            if savepoint and self._made.was_found(subjects.STATE_STREAM):
                 found = await self._streams.last(subjects.STATE_STREAM, subjects.state(*key))
             record = subjects.record(*key)  # one that a mirror lacks is taken when it is stored again
             exists = await self._streams.last(subjects.RECORD_STREAM, record, sure=False) is not None
@@ -297,15 +296,15 @@ class KeeperActor(Actor):
             self._away.warning("answers of durable requests wait to be stored: %s", error.message)
         self._handle(core.Stored(key, new))
 
-    def _ask(self, work: Work, checkpoint: bytes, run: int) -> None:
+    def _ask(self, work: Work, savepoint: bytes, run: int) -> None:
         if self._keeper.must_forward(work.model):
             age_us = self._core.age_us((work.tenant, work.id), self._mailbox.clock.now_us())
             self._keeper.forward(work, age_us)
             return
-        make = subjects.resume if checkpoint else subjects.generate
+        make = subjects.resume if savepoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
         headers = {RUN_HEADER: str(run)} if run else None
-        data = checkpoint or bodies.encode(work.body)
+        data = savepoint or bodies.encode(work.body)
         self._mailbox.bus.publish(subject, data, reply=reply, headers=headers)
 
     def _on_reply(self, delivery: Delivery) -> None:

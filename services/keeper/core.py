@@ -2,13 +2,13 @@
 
     delivered ──▶ looking ──no record──▶ asked ──answer──▶ storing ──record is stored──▶ ack
                      │ record: ack          │ 409, 429, 503: nak with a delay
-                     │ model held back: nak │ an error after a checkpoint: asked from the start, once
+                     │ model held back: nak │ an error after a savepoint: asked from the start, once
 
 The actor runs the commands and returns what came of them as events. Invariants: a delivery is acked only if
 there is a record; a delivery of a request that has a record is acked and nothing else; an answer is stored
 at most once, since records are create-only. A keeper may die anywhere: the delivery comes again, to the same
 or another keeper, and starts at `looking`. A request that still runs is not started again: it is asked for on
-the same reply subject, and the services take this for a repetition. A request with checkpoints is looked up
+the same reply subject, and the services take this for a repetition. A request with savepoints is looked up
 each time before it is asked for, and goes on after its last one.
 
 A request waits for KEPT_S. Wall clocks do not decide when that is over, since one may be set: see
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.keeper.records import Body, Hook, Work
-from shared import bodies, checkpoints
+from shared import bodies, savepoints
 from shared.api import MAX_RUN
 from shared.errors import (
     Cancelled,
@@ -54,7 +54,7 @@ Key = tuple[str, str]  # tenant and id
 
 # Nothing is wrong with these requests: a queue is full, a service is away, or the id runs as another request.
 TRY_AGAIN = (Overloaded, Unavailable, UnknownModel, DuplicateRequest)
-LASTING = (*TRY_AGAIN, Cancelled, DeadlineExceeded)  # not because of a checkpoint
+LASTING = (*TRY_AGAIN, Cancelled, DeadlineExceeded)  # not because of a savepoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Whether a request has a record, and its checkpoint, if it has one; None: the store did not answer."""
+    """Whether a request has a record, and its savepoint, if it has one; None: the store did not answer."""
 
     key: Key
     exists: bool | None
-    checkpoint: bytes = b""
+    savepoint: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,18 @@ Event = Delivered | LookedUp | Answered | Stored | Away | Tick
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Look for the record of a request, and for its checkpoint; LookedUp follows."""
+    """Look for the record of a request, and for its savepoint; LookedUp follows."""
 
     key: Key
-    checkpoint: bool = False
+    savepoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send the request to a tokenizer, or its checkpoint to a detokenizer; Answered may follow."""
+    """Send the request to a tokenizer, or its savepoint to a detokenizer; Answered may follow."""
 
     work: Work
-    checkpoint: bytes = b""
+    savepoint: bytes = b""
     run: int = 0  # the number of the run that this begins, unless the request runs; 0: it goes on
 
 
@@ -138,7 +138,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Remove the checkpoint of a request."""
+    """Remove the savepoint of a request."""
 
     key: Key
 
@@ -187,8 +187,8 @@ class _Flight:
     size: int
     due_us: int  # of the next try
     asks: int = 0
-    resumed: bool = False  # asked with its checkpoint
-    restarted: bool = False  # from the start, since its checkpoint was of no use
+    resumed: bool = False  # asked with its savepoint
+    restarted: bool = False  # from the start, since its savepoint was of no use
     away: bool = False  # outside of the window
     record: Body | None = None  # to store
 
@@ -197,12 +197,12 @@ class _Flight:
         """True if the request was sent to a service."""
         return self.asks > 0
 
-    def ask(self, checkpoint: bytes = b"") -> Ask:
+    def ask(self, savepoint: bytes = b"") -> Ask:
         """Send the request. A run that begins at a later delivery, or later in this one, has a higher number;
         no clock counts."""
         self.asks += 1
         run = (self.times - 1) * ASKS_OF_DELIVERY + (self.asks - 1) % ASKS_OF_DELIVERY + 1
-        return Ask(self.work, checkpoint, 0 if checkpoint else min(run, MAX_RUN))
+        return Ask(self.work, savepoint, 0 if savepoint else min(run, MAX_RUN))
 
 
 @dataclass(slots=True)
@@ -316,12 +316,12 @@ class KeeperCore:
         self._flights[key] = _Flight(event.work, event.ack, event.times, event.size, now_us + RETRY_US)
         self._by_tenant[event.work.tenant] += 1
         self._bytes += event.size
-        return [LookUp(key, event.work.has_checkpoints)]
+        return [LookUp(key, event.work.has_savepoints)]
 
     def _on_looked_up(self, event: LookedUp, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None or event.exists is None:
             return []  # `due_us` brings the next try
-        if flight.was_asked and not flight.work.has_checkpoints:
+        if flight.was_asked and not flight.work.has_savepoints:
             return []
         if event.exists:
             return self._land(event.key)
@@ -333,11 +333,11 @@ class KeeperCore:
                 self.held_back += 1
                 return [self._try_later(event.key, flight, now_us)]
             hold.probe_us = now_us + LAST_DELAY_US
-        found = b"" if flight.restarted else event.checkpoint
-        checkpoint = found if found and checkpoints.is_of(found, bodies.encode(flight.work.body)) else b""
-        flight.resumed, flight.due_us = bool(checkpoint), now_us + ASK_AGAIN_US
-        useless = found != checkpoint  # of another body or version
-        return [*([Drop(event.key)] if useless else []), flight.ask(checkpoint)]
+        found = b"" if flight.restarted else event.savepoint
+        savepoint = found if found and savepoints.is_of(found, bodies.encode(flight.work.body)) else b""
+        flight.resumed, flight.due_us = bool(savepoint), now_us + ASK_AGAIN_US
+        useless = found != savepoint  # of another body or version
+        return [*([Drop(event.key)] if useless else []), flight.ask(savepoint)]
 
     def _on_answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None:
@@ -382,7 +382,7 @@ class KeeperCore:
     def _land(self, key: Key) -> list[Command]:
         flight = self._forget(key)
         self._since_us.pop(key, None)
-        return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.has_checkpoints else [])]
+        return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.has_savepoints else [])]
 
     def _leave(self, key: Key, flight: _Flight) -> None:
         if not flight.away and self._away < MOST_AWAY:
@@ -411,10 +411,10 @@ class KeeperCore:
             flight.due_us = now_us + (ASK_AGAIN_US if flight.was_asked and not flight.record else RETRY_US)
             if flight.record is not None:
                 yield Store(key, flight.record)
-            elif flight.was_asked and not flight.work.has_checkpoints:
+            elif flight.was_asked and not flight.work.has_savepoints:
                 yield flight.ask()
             else:
-                yield LookUp(key, flight.work.has_checkpoints)
+                yield LookUp(key, flight.work.has_savepoints)
 
     def _progress(self, now_us: int) -> Iterator[Command]:
         if now_us >= self._progress_us:

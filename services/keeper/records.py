@@ -62,7 +62,7 @@ class Work:
         return Hook(self.webhook, kind, self.tenant, self.id, self.submitted_us) if self.webhook else None
 
     @property
-    def has_checkpoints(self) -> bool:
+    def has_savepoints(self) -> bool:
         """Whether its tokens are kept while it runs."""
         return self.body.get("durable") == "tokens"
 

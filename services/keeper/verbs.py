@@ -75,7 +75,10 @@ class Verbs:
         if (known := await self._known(tenant, request_id, sure=False)) is not None:
             return _same(known, digest, model)
         asked, model = model, self._aliases.resolve(model, tenant, request_id) or model
-        body |= {"model": model} if "model" in body and model != asked else {}
+        if self._aliases.adapter(asked, tenant) is not None:
+            body |= {"model": asked}  # the model's tokenizer finds the adapter by it, also later
+        elif "model" in body and model != asked:
+            body |= {"model": model}
         webhook = self._keeper.check_url(body.pop("webhook")) if "webhook" in body else ""
         drawn: records.Body = {}
         if not self._keeper.must_forward(model):  # else a tokenizer there validates it, once the link is up

@@ -27,10 +27,9 @@ from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.clock import timer_s
 from shared.config import Settings
 from shared.messages import Message
-from shared.telemetry.counters import Counted, in_load, in_status, lately, points
+from shared.telemetry.counters import Counted, MetricPoint, Metrics, in_load, in_status, lately, points
 from shared.telemetry.counters import KvOffloadCounter as Count
 from shared.telemetry.counters import KvOffloadLinkCounter as Links
-from shared.telemetry.readings import MetricPoint, Metrics
 
 log = logging.getLogger("headrace.kv_offload")
 

@@ -5,7 +5,7 @@
     core.due_us()                                  # when it needs a Ticked; None: not before another event
 
 Events (`events.py`): `Arrived(source, epoch, message, trace)` for KvLookup, KvReserve, KvCommit, KvPrefetch,
-KvRelease and ArenaReleased; `Restarted(source)` before the first message of a new incarnation;
+KvRelease, KvForget, KvTouch and ArenaReleased; `Restarted(source)` before the first message of a new incarnation;
 `PeerSeen(source, epoch)` and `PeerLost(source)` for executors and schedulers; `L2Ended(call, status, …)`
 once for each L2 command, unless it was abandoned; `Ticked()`. With `peers` also what peers/book.py reads:
 messages of other kv_offloads, `PeersChanged`, `PeerSummed`, `PeerReadEnded`.
@@ -27,7 +27,17 @@ from services.kv_offload.l1_cache import L1
 from services.kv_offload.l2 import dispatch
 from services.kv_offload.peers.book import Book
 from services.kv_offload.state import L2, Call, State
-from shared.messages import ArenaReleased, KvCommit, KvGone, KvLookup, KvPrefetch, KvRelease, KvReserve
+from shared.messages import (
+    ArenaReleased,
+    KvCommit,
+    KvForget,
+    KvGone,
+    KvLookup,
+    KvPrefetch,
+    KvRelease,
+    KvReserve,
+    KvTouch,
+)
 
 KEYS_A_MESSAGE = 1_024  # 32 KiB of keys
 
@@ -96,6 +106,10 @@ class KvCore:
                 jobs.on_commit(state, lease, message, trace)
             case KvPrefetch():
                 jobs.on_prefetch(state, lease, message, trace)
+            case KvForget():
+                jobs.on_forget(state, message)
+            case KvTouch():
+                jobs.on_touch(state, message)
             case KvRelease(jobs=released):
                 for job in released:
                     jobs.drop_load(state, (event.source, event.epoch, job))

@@ -315,6 +315,21 @@ def _publish(state: State, made: WriteLease, written: list[int]) -> None:
             state.l1.give(range_)
 
 
+def on_forget(state: State, message: messages.KvForget) -> None:
+    """Free the ranges of these blocks: at once, or after the last lease and put that read them. L2 evicts its
+    values by itself: another host may use them."""
+    for name in names_of(message.fingerprint, message.keys):
+        state.l2.puts.pop(name, None)
+        if (entry := state.l1.entries.get(name)) is not None:
+            state.l1.forget(entry)
+
+
+def on_touch(state: State, message: messages.KvTouch) -> None:
+    """Evict these blocks after all others, the last of them first."""
+    names = names_of(message.fingerprint, message.keys)
+    state.l1.touch([state.l1.entries[name] for name in names if name in state.l1.entries])
+
+
 def open_lease(state: State, lease: LeaseId, what: WriteLease | ReadLease, lease_us: int) -> None:
     """Add a lease that ends `lease_us` from now."""
     state.leases[lease] = what

@@ -47,6 +47,7 @@ class Entry:
     uses: int = 1
     pins: int = 0
     sending: bool = False  # a put reads it: it cannot be evicted, and this is no use
+    is_dead: bool = False  # no request needs it: its range is free after its last reader
 
 
 class L1:
@@ -109,6 +110,7 @@ class L1:
     def touch(self, entries: Sequence[Entry]) -> None:
         """Move these entries, in the order of their request, to the end that is evicted last."""
         for entry in reversed(entries):
+            entry.is_dead = False
             if not entry.pins:
                 self._unpinned.move_to_end(entry.name)
 
@@ -118,6 +120,7 @@ class L1:
             del self._unpinned[entry.name]
             self.pinned_bytes += entry.range.room_bytes
         entry.pins += 1
+        entry.is_dead = False
 
     def unpin(self, entries: Sequence[Entry]) -> None:
         """Remove one pin from these entries, in the order of their request."""
@@ -126,6 +129,14 @@ class L1:
             if not entry.pins:
                 self._unpinned[entry.name] = entry
                 self.pinned_bytes -= entry.range.room_bytes
+                if entry.is_dead:
+                    self.forget(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Free its range now, or after the readers that it has. A new reader revives it."""
+        entry.is_dead = True
+        if not entry.pins and not entry.sending:
+            self._remove(entry)
 
     # ---- what L2 should have --------------------------------------------------------------------
 
@@ -137,6 +148,8 @@ class L1:
         """A put starts or ends to read it; its position in the order of eviction stays."""
         entry.sending = on
         self._sending_bytes += entry.range.room_bytes * (1 if on else -1)
+        if entry.is_dead and not on and not entry.pins:
+            self._remove(entry)
 
     # ---- internals ------------------------------------------------------------------------------
 
@@ -154,10 +167,13 @@ class L1:
             if lowest == (0 if self._in_l2 is not None else 2):
                 break  # no other can rank lower
         assert victim is not None, "an entry can be evicted"
-        del self.entries[victim.name], self._unpinned[victim.name]
         self.evictions += 1
-        self.evicted.append(victim.name)
-        self._free(victim.range)
+        self._remove(victim)
+
+    def _remove(self, entry: Entry) -> None:
+        del self.entries[entry.name], self._unpinned[entry.name]
+        self.evicted.append(entry.name)
+        self._free(entry.range)
 
     def _free(self, range_: Range) -> None:
         self.used_bytes -= range_.room_bytes

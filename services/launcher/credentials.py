@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 from shared.errors import SetupError
-from shared.nats import access
+from shared.nats import access, permissions
 from shared.nats.subjects import token
 
 SERVICES_ACCOUNT = access.user_of("services")  # the account of the services; no tenant has such a name
@@ -23,7 +23,7 @@ API_KEY = "api_key"
 def url_of(folder: Path, name: str, server: str = "") -> str:
     """The URL with the credentials of a service, the operator or a tenant, for another `server` if named.
     Raises SetupError if there are none."""
-    known = (*access.SERVICES, access.OPERATOR, access.LEAF)
+    known = (*permissions.SERVICES, access.OPERATOR, access.LEAF)
     path = folder / (name if name in known else f"{TENANTS}/{token(name)}") / FILE
     url = read(path)
     if not url:
@@ -45,7 +45,7 @@ def authorization(folder: Path, fleet: str) -> str:
     except OSError as error:
         raise SetupError(f"no credentials for services ({error}): run `headrace auth {folder}`") from None
     lists = [{*json.loads(found)} for found in re.findall(r"subscribe: \{ allow: (\[.*?\])", users)]
-    if not all({*access.of_service(kind, fleet).subscribe} in lists for kind in access.SERVICES):
+    if not all({*permissions.of_service(kind, fleet).subscribe} in lists for kind in permissions.SERVICES):
         raise SetupError(
             f"{path} is for another version or fleet: run `headrace auth {folder}` again, which keeps all "
             "passwords"

@@ -17,7 +17,7 @@ from services.scheduler.executors import sleep
 from services.scheduler.executors.roles import Division, Drain
 from services.scheduler.kv_tiers import store
 from services.scheduler.lifecycle import CLIENT
-from services.scheduler.reports import status
+from services.scheduler.reports import sessions, status
 from services.scheduler.state import policies, requests
 from services.scheduler.state.counters import StepSpan, step_spans, step_trace
 from services.scheduler.state.state import Limits, State
@@ -29,13 +29,12 @@ from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.clock import timer_s
 from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, error_body
-from shared.messages import Cancel, ExecReset, Message, Tokenized
+from shared.messages import Cancel, ExecReset, Message, SessionAnswer, SessionVerb, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
-from shared.telemetry.counters import lately
+from shared.telemetry.counters import Metrics, lately
 from shared.telemetry.export import Tracer
-from shared.telemetry.readings import Metrics
 from shared.vocab.files import served_names
 
 log = logging.getLogger("headrace.scheduler")
@@ -69,6 +68,7 @@ class SchedulerActor(Actor):
         self._quotas_set: dict[str, Quota] = {}  # as the core has them
         self._recorder: Any = None  # of the table
         self._division = Division()
+        self._answer: Message | None = None  # of the core, to a client
         self._ticking: asyncio.Task[None] | None = None
         self._due_us = 0  # of the timer for the next step that is planned late
         self._due: asyncio.TimerHandle | None = None
@@ -84,6 +84,7 @@ class SchedulerActor(Actor):
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
         await mailbox.bus.subscribe(subjects.policy(mailbox.actor), mailbox.guarded(self._on_policy))
         await mailbox.bus.subscribe(subjects.sleep(mailbox.actor), mailbox.guarded(self._on_sleep))
+        await sessions.attach(mailbox, self._model, self._core.state, self._ask)
         await mailbox.bus.subscribe(
             subjects.TRACE_ALL, lambda asked: answer_trace(mailbox, self._core.state, asked)
         )
@@ -97,7 +98,7 @@ class SchedulerActor(Actor):
     def on_peer(self, peer: Peer) -> None:
         heartbeat = peer.heartbeat
         if heartbeat.kind == "kv_offload":
-            self._handle(_tier_event(peer))
+            self._handle(_offload_event(peer))
         elif heartbeat.model != self._model:
             return  # a detokenizer of another model has another vocabulary
         elif heartbeat.scheduler not in ("", self._mailbox.actor):
@@ -115,6 +116,10 @@ class SchedulerActor(Actor):
     def on_restart(self, source: str) -> None:
         kind, _, actor = source.partition(".")
         self._handle(_lost(kind, actor))
+
+    def on_broker(self, online: bool) -> None:
+        if online:
+            self._handle(requests.BrokerBack())
 
     def on_stream_lost(self, source: str) -> None:
         self._handle(requests.StreamLost(source))
@@ -167,7 +172,10 @@ class SchedulerActor(Actor):
     def _handle(self, event: requests.Event) -> None:
         handle = self._core.handle if self._recorder is None else self._recorder.handle
         for command in handle(event, self._mailbox.clock.now_us()):
-            self._mailbox.send(command.to, command.message, command.trace)
+            if command.to == CLIENT:
+                self._answer = command.message
+            else:
+                self._mailbox.send(command.to, command.message, command.trace)
         if unsent := self._core.state.step_log.unsent:
             send_spans(unsent, self._mailbox.tracer)
         self._set_timer(overlap.plan_due_us(self._core.state))
@@ -223,6 +231,13 @@ class SchedulerActor(Actor):
         if (names := subjects.names_in(delivery.subject)) is not None:
             self._handle(requests.Arrived(CLIENT, Cancel(tenant=names[0], request=names[1])))
 
+    def _ask(self, verb: SessionVerb) -> SessionAnswer:
+        """The core's answer to a verb of a client."""
+        self._answer = None
+        self._handle(requests.Arrived(CLIENT, verb))
+        answer = self._answer
+        return answer if isinstance(answer, SessionAnswer) else SessionAnswer(state=sessions.UNKNOWN)
+
     def _on_policy(self, delivery: Delivery) -> None:
         """Put the policy in the body in force, and answer with the policies before and after, or why not."""
         if not access.can_answer(self._mailbox.bus, delivery):
@@ -254,18 +269,18 @@ class SchedulerActor(Actor):
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
 
-def _tier_event(peer: Peer) -> requests.Event:
-    """The event for a heartbeat of a kv_offload. Without an arena, or while it drains, the tier is lost."""
+def _offload_event(peer: Peer) -> requests.Event:
+    """The event for a heartbeat of a kv_offload. Without an arena, or while it drains, it is lost."""
     heartbeat = peer.heartbeat
     if heartbeat.state != "ready" or not heartbeat.arena or not heartbeat.tiers:
-        return requests.TierLost(heartbeat.actor)
-    return requests.TierReady(
+        return requests.OffloadLost(heartbeat.actor)
+    return requests.OffloadReady(
         heartbeat.actor, peer.epoch, heartbeat.host_id, heartbeat.arena_generation, heartbeat.tiers
     )
 
 
 def _lost(kind: str, actor: str) -> requests.Event:
-    return requests.TierLost(actor) if kind == "kv_offload" else requests.PeerLost(kind, actor)
+    return requests.OffloadLost(actor) if kind == "kv_offload" else requests.PeerLost(kind, actor)
 
 
 def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:

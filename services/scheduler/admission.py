@@ -31,10 +31,10 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from services.scheduler import lifecycle, load_shedding, overlap, preemption, prefix_cache
+from services.scheduler import headroom, lifecycle, load_shedding, overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.load_shedding import RETRY_AFTER_MS
-from services.scheduler.preemption import RecomputeCost, headroom_blocks, headroom_bound
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.policies import RoutingOption
 from services.scheduler.state.requests import CLASS_NAMES, Phase, Request, Sequence
 from services.scheduler.state.state import DECODE, PREFILL, Executor, State
@@ -115,6 +115,9 @@ def _running(state: State, model: str) -> Container[str]:
 def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     """Start a group, or some of its choices, on an executor that no earlier group holds. Fail or park it if
     no executor can serve it. False if it must wait; it then holds an executor."""
+    if group.request.tokenized.adapter and load_shedding.adapting().must_wait(state, group):
+        state.waiting.park(group)  # its adapter is being loaded, or waits for a place
+        return True
     first, executors = not held.sources, list(state.executors.values())
     free = [e for e in executors if e.pool.free_slots and e.source not in held.sources]
     offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
@@ -131,9 +134,13 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
         return True
 
     fitting = [
-        e for e in executors if load_shedding.may_run(e, group.request) and preemption.can_fit(e, group)
+        e
+        for e in executors
+        if load_shedding.may_run(e, group.request)
+        and headroom.can_fit(e, group)
+        and has_adapter(state, e, group.request)
     ]
-    able = [e for e in fitting if not e.role or _is_suitable(state, e, group)]
+    able = [e for e in fitting if not e.role or is_suitable(state, e, group)]
     if not able:
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
@@ -171,7 +178,7 @@ def _least_short(state: State, able: list[Executor], group: SequenceGroup) -> st
 
 
 def _shortfall(state: State, executor: Executor, group: SequenceGroup) -> int:
-    return sum(max(lack, 0) for lack in preemption.shortfall(state, executor, group))
+    return sum(max(lack, 0) for lack in headroom.shortfall(state, executor, group))
 
 
 def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> None:
@@ -183,7 +190,7 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
 
     def can_run(group: SequenceGroup) -> bool:
         one = group.first_choice()
-        return any(load_shedding.may_run(e, group.request) and preemption.can_fit(e, one) for e in there)
+        return any(load_shedding.may_run(e, group.request) and headroom.can_fit(e, one) for e in there)
 
     for group in state.waiting.candidates_after(model, first, can_run) if there else ():
         if group.queue is not None:
@@ -203,7 +210,7 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
         return False
     free = [e for e in state.executors.values() if may_join(state, e, first) and not request_on_trial(e)]
     free.sort(key=lambda e: e.source != first.held_executor)
-    own = next((e for e in free if max(preemption.shortfall(state, e, first)) <= 0), None)
+    own = next((e for e in free if max(headroom.shortfall(state, e, first)) <= 0), None)
     if own is None:
         return False
     model = first.request.tokenized.model
@@ -219,7 +226,8 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
     for group in others:
         if state.counters.preemptions - preempted >= MAX_VICTIMS:
             break  # the next event goes on
-        able = [e for e in free if load_shedding.may_run(e, group.request) and preemption.can_fit(e, group)]
+        able = [e for e in free if load_shedding.may_run(e, group.request) and headroom.can_fit(e, group)]
+        able = [e for e in able if has_adapter(state, e, group.request)]
         if is_on_trial(group.request) or not preemption.preempt_for_next(state, group, earlier, able):
             free = [e for e in free if e not in able]
     return state.counters.preemptions > preempted and not all(e.in_flight for e in free)
@@ -259,11 +267,11 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
-    reservations = preemption.reservations(state, executor, group)[: len(pool.free_slots)]
+    reservations = headroom.reservations(state, executor, group)[: len(pool.free_slots)]
     reservations[0] = max(reservations[0] - len(present), 0)
     room, awaited = pool.unreserved_blocks - pool.free_taken_by(present), 0
-    if room < sum(reservations) + headroom_bound(state, executor, head):
-        spare = headroom_blocks(state, executor, group.sequences[: len(reservations)])
+    if room < sum(reservations) + headroom.headroom_bound(state, executor, head):
+        spare = headroom.headroom_blocks(state, executor, group.sequences[: len(reservations)])
         wanted = sum(reservations) + spare
         while reservations and room < sum(reservations) + spare:
             reservations.pop()
@@ -288,12 +296,19 @@ def may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
         state.suspects and not _is_safe(executor, group)
     ):
         return False
-    if executor.role and not _is_suitable(state, executor, group):
+    if executor.role and not is_suitable(state, executor, group):
+        return False
+    if not has_adapter(state, executor, group.request):
         return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 
 
-def _is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool:
+def has_adapter(state: State, executor: Executor, request: Request) -> bool:
+    """Whether a request finds its adapter on an executor, if it has one."""
+    return not request.tokenized.adapter or load_shedding.adapting().is_placed(state, executor, request)
+
+
+def is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """Whether the group is work for an executor of this role, or has no executor of the other one."""
     head = group.sequences[0]
     if head.generated:
@@ -305,7 +320,7 @@ def _is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool
             return True
     others = (e for e in state.executors.values() if e.role == other and e is not executor)
     return executor.role == other or not any(
-        load_shedding.may_run(e, group.request) and preemption.can_fit(e, group) for e in others
+        load_shedding.may_run(e, group.request) and headroom.can_fit(e, group) for e in others
     )
 
 
@@ -404,7 +419,8 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
         if sequence is parent:
             _take_hits(state, offer, group)
         _record(state, offer, group, sequence)
-        state.send(executor.source, _slot_open(sequence), sequence.request.trace)
+        place = load_shedding.adapting().place(state, executor, request) if request.tokenized.adapter else 0
+        state.send(executor.source, _slot_open(sequence, place), sequence.request.trace)
     executor.awaited_blocks = 0
     load.begin(state, executor, parent, group)
     preemption.on_resume(state, executor, parent, group)
@@ -420,11 +436,18 @@ def _take_hits(state: State, offer: Offer, group: SequenceGroup) -> None:
     if fresh:
         state.counters.prefix_lookup_tokens += len(parent.tokens)
         state.counters.prefix_hit_tokens += found
-        below = max((sum(t > 0 for t in answer.found) for answer in group.lookup_results.values()), default=0)
-        known = max(len(offer.hits), below)
-        known += prefix_cache.lost_after(offer.executor, parent, known)
-        hit = min(known * offer.executor.hello.block_tokens, len(parent.tokens))
-        state.prefix_reuse_pm = (15 * state.prefix_reuse_pm + 1000 * hit // len(parent.tokens)) // 16
+        state.reuse.add(parent.tenant, _known_tokens(offer, group), len(parent.tokens))
+        state.sessions.on_admitted(state, offer.executor, parent)
+
+
+def _known_tokens(offer: Offer, group: SequenceGroup) -> int:
+    """How many tokens of a new prompt were computed before: held here or below, or lost without a copy."""
+    parent, held, block_tokens = group.sequences[0], len(offer.hits), offer.executor.hello.block_tokens
+    full = (len(parent.tokens) - 1) // block_tokens
+    results = group.lookup_results.values()
+    known = held + max((lookups.known_after(result, held, full) for result in results), default=0)
+    known += prefix_cache.lost_after(offer.executor, parent, known)
+    return len(parent.tokens) if known >= full > 0 else known * block_tokens
 
 
 def _record(state: State, offer: Offer, group: SequenceGroup, sequence: Sequence) -> None:
@@ -444,7 +467,7 @@ def _record(state: State, offer: Offer, group: SequenceGroup, sequence: Sequence
     )
 
 
-def _slot_open(sequence: Sequence) -> SlotOpen:
+def _slot_open(sequence: Sequence, place: int) -> SlotOpen:
     tokenized = sequence.request.tokenized
     return SlotOpen(
         slot=sequence.slot,
@@ -465,6 +488,7 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         min_tokens=tokenized.min_tokens,
         pooling=tokenized.pooling,
         prediction=tokenized.prediction,
+        adapter=place,
     )
 
 

@@ -15,16 +15,30 @@ sequence keeps the blocks that its `reservation` gave it, as a pinned one does u
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from pkgutil import resolve_name
 
-from services.scheduler import admission, lifecycle, recovery, results, step_planner
+from services.scheduler import admission, lifecycle, load_shedding, recovery, results, step_planner
 from services.scheduler.executors import moves, roles, sleep
-from services.scheduler.kv_tiers import hosts, load, lookups, store
+from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
-from services.scheduler.state.state import Executor, Limits, State
-from services.scheduler.state.transfers import Tier
+from services.scheduler.state.state import Executor, Limits, SessionEvents, State
+from services.scheduler.state.transfers import Offload
 from shared import messages
 from shared.errors import SetupError
+
+SESSIONS = {  # the part that follows sessions
+    "learned": "services.scheduler.sessions.events:Sessions",
+}
+
+
+_CUTS = (requests.PeerLost, requests.StreamLost, requests.BrokerBack)  # pauses across them teach nothing
+
+
+@cache
+def _session_parts() -> list[type[SessionEvents]]:
+    return [resolve_name(name) for name in SESSIONS.values()]
 
 
 def decide(state: State) -> None:
@@ -35,6 +49,8 @@ def decide(state: State) -> None:
     moves.advance(state)
     for executor in sleep.wake_and_drain(state):
         recovery.put_to_sleep(state, executor)
+    if state.waiting.parked and (part := load_shedding.adapting()) is not None:
+        part.review(state)
     admission.admit(state)
     tiered: list[Executor] = []
     if state.tiers.by_host:
@@ -69,6 +85,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.state = State(limits)
+        _follow_sessions(self.state)
 
     def handle(self, event: requests.Event, now_us: int) -> list[requests.Send]:
         """Apply one event at `now_us` and return what to send. Plans to executors come first: the next step
@@ -81,6 +98,7 @@ class Scheduler:
         """Update the state with one event, without decisions."""
         self.state.now_us = now_us
         self._apply(event)
+        self.state.sessions.on_event(self.state)
 
     def take_commands(self) -> list[requests.Send]:
         """The commands since the last call, those to executors first."""
@@ -100,6 +118,8 @@ class Scheduler:
 
     def _apply(self, event: requests.Event) -> None:
         state = self.state
+        if isinstance(event, _CUTS):
+            state.sessions.on_cut(state)
         match event:
             case requests.Arrived(source, messages.Tokenized() as tokenized, trace) if tokenized.generated:
                 recovery.on_takeover(state, source, tokenized, trace)
@@ -120,7 +140,7 @@ class Scheduler:
                 recovery.on_detokenizer_lost(state, actor)
             case requests.PeerReady("executor", actor, epoch, generation):
                 if generation >= 0:
-                    hosts.on_arena_mapped(state, actor, generation)
+                    recovery.on_arena_mapped(state, actor, generation)
                 recovery.on_executor_back(state, actor, epoch)
             case requests.PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
@@ -128,18 +148,18 @@ class Scheduler:
                 state.asleep.pop(actor, None)
                 recovery.on_executor_leaving(state, actor)
                 state.tiers.mapped.pop(actor, None)
-            case requests.TierReady():
-                tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
-                hosts.on_ready(state, tier)
-            case requests.TierLost(actor):
-                hosts.on_lost(state, actor)
+            case requests.OffloadReady():
+                offload = Offload(event.actor, event.epoch, event.host_id, event.generation)
+                recovery.on_offload_ready(state, offload)
+            case requests.OffloadLost(actor):
+                recovery.on_offload_lost(state, actor)
             case requests.StreamLost(source) if source.startswith("executor."):
                 recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case requests.StreamLost(source):
                 recovery.on_messages_lost(state, source)  # a Detached without sequences may be among the lost
             case requests.Ticked():
                 lifecycle.expire(state)
-                hosts.expire(state)
+                store.expire(state)
             case requests.DrainRequested():
                 state.draining = True
             case requests.DrainTimedOut():
@@ -164,6 +184,8 @@ class Scheduler:
                 lifecycle.on_ended(state, source, message)
             case messages.Cancel():
                 lifecycle.on_cancel(state, source, message)
+            case messages.SessionVerb():
+                state.send(source, state.sessions.on_verb(state, message))
             case messages.Detached(seqs=seqs) if not seqs:
                 recovery.on_messages_lost(state, source)
             case messages.Detached():
@@ -171,7 +193,9 @@ class Scheduler:
             case messages.ExecHello():
                 recovery.on_executor_hello(state, source, message)
             case messages.ArenaReleased():
-                hosts.on_arena_released(state, source, message)
+                recovery.on_arena_released(state, source, message)
+            case messages.AdapterLoaded() if (part := load_shedding.adapting()) is not None:
+                part.on_loaded(state, source, message)
             case messages.KvFound():
                 lookups.on_found(state, source, message)
             case messages.KvReserved():
@@ -181,9 +205,10 @@ class Scheduler:
             case messages.KvReady():
                 load.on_ready(state, source, message)
             case messages.KvCopied():
-                hosts.on_copied(state, source, message)
+                store.on_copied(state, source, message)
             case messages.KvGone():
-                hosts.on_evicted(state, source, message)
+                state.sessions.on_evicted(state)
+                store.on_evicted(state, source, message)
 
 
 def _on_step_result(state: State, source: str, result: messages.StepResult) -> None:
@@ -206,8 +231,16 @@ def change_policy(state: State, text: str) -> None:
     state.limits = replace(state.limits, policy=policy)
     state.waiting.set_policy(policy)
     state.blocked_on = ()
+    if policy.no_sessions != before.no_sessions:
+        _follow_sessions(state)
     if policy.no_tiers != before.no_tiers:
-        hosts.use_tiers(state, not policy.no_tiers)
+        recovery.use_tiers(state, not policy.no_tiers)
+
+
+def _follow_sessions(state: State) -> None:
+    """Follow sessions from now on, or no longer: what was learned is forgotten."""
+    parts = [] if state.limits.policy.no_sessions else _session_parts()
+    state.sessions = parts[0]() if parts else SessionEvents()
 
 
 def asked_policy(text: str, now: Policy, at_start: Policy) -> Policy:

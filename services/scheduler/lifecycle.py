@@ -4,7 +4,7 @@
 A detokenizer has a copy of each request before its first token: if this scheduler dies, it passes the request
 to another one (services/detokenizer/failover.py).
 
-Ends sequences: their blocks are free at once, their record stays until the detokenizer sends Ended.
+Ends sequences: their blocks are free at once, their entry stays until the detokenizer sends Ended.
 
 `results`, `arrival` and `core` call it. A sequence ends once: after that it is not live.
 """
@@ -15,14 +15,14 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import accumulate
 
-from services.scheduler import load_shedding, preemption, prefix_cache
+from services.scheduler import headroom, load_shedding, prefix_cache
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.load_shedding import no_executor
-from services.scheduler.preemption import withdraw
 from services.scheduler.state import requests
 from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared import messages
+from shared.codec import open_of
 from shared.errors import drain_over
 from shared.kv_blocks import choice_seed, rendezvous
 from shared.telemetry.traces import Reply
@@ -59,6 +59,7 @@ def on_request(
     set_start_deadline(state, request)
     request.sequences = [new_sequence(state, request, choice) for choice in range(tokenized.n)]
     state.requests[key] = request
+    state.sessions.on_request(state, request)
     state.quotas.charge(tokenized.tenant, state.now_us, requests=1, tokens=len(tokenized.tokens))
     for executor in state.executors.values():  # hash the prompt now, not while a step waits for the plan
         if executor.hello.model == tokenized.model:
@@ -183,30 +184,14 @@ def _scored_tokens(
 def _open(sequence: requests.Sequence, held: int) -> messages.Open:
     """The Open of a sequence with its first `held` generated tokens."""
     request, tokenized = sequence.request, sequence.request.tokenized
-    return messages.Open(
+    begin = sequence.prompt_tokens
+    return open_of(
+        tokenized,
         seq=sequence.seq,
-        request=tokenized.request,
         attempt=request.attempt,
-        tenant=tokenized.tenant,
-        model=tokenized.model,
-        inbox=tokenized.inbox,
         choice=sequence.choice,
-        choices=tokenized.n,
-        stream=tokenized.stream,
-        format=tokenized.format,
-        stop=tokenized.stop,
-        include_stop=tokenized.include_stop,
-        logprobs=tokenized.logprobs,
-        received_wall_us=tokenized.received_wall_us,
-        prompt_tokens=sequence.prompt_tokens,
-        tokens=sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + held],
-        include_usage=tokenized.include_usage,
-        parent_span=tokenized.parent_span,
-        stop_ids=tokenized.stop_ids,
-        min_tokens=tokenized.min_tokens,
-        answer_format=tokenized.answer_format,
-        most_calls=tokenized.most_calls,
-        run=tokenized.run,
+        prompt_tokens=begin,
+        tokens=sequence.tokens[begin : begin + held],
     )
 
 
@@ -255,7 +240,7 @@ def _is_resend(state: State, tokenized: messages.Tokenized) -> bool:
     ended = state.ended.by_key.get(key)
     if ended is None or ended.inbox != tokenized.inbox:
         return False
-    if tokenized.received_wall_us == ended.record.received_wall_us:
+    if tokenized.received_wall_us == ended.facts.received_wall_us:
         return True
     taken_over = tokenized.attempt > messages.ATTEMPTS  # perhaps the same submission, from a second tokenizer
     margin_us = load_shedding.OVERTAKE_US if taken_over else 0
@@ -296,7 +281,7 @@ TOMBSTONE_US = 60_000_000
 def finish(state: State, sequence: requests.Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
     if not sequence.vector:
-        preemption.observe_output(state, final)
+        headroom.observe_output(state, final)
     first_us, last_us = sequence.first_token_us, sequence.last_token_us
     state.counters.add_ended(
         state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated
@@ -344,6 +329,7 @@ def on_ended(state: State, source: str, message: messages.Ended) -> None:
     if source != f"detokenizer.{sequence.request.shard}":
         return
     sequence.final, sequence.reason = min(message.index, sequence.final), message.reason
+    sequence.request.calls += message.calls
     if message.sent_wall_us:
         sequence.request.reply = Reply(
             first_us=message.first_wall_us, built_us=message.built_wall_us, sent_us=message.sent_wall_us
@@ -352,7 +338,7 @@ def on_ended(state: State, source: str, message: messages.Ended) -> None:
 
 
 def expire(state: State) -> None:
-    """End or forget what is overdue: waiting and running requests, records without an Ended, tombstones."""
+    """End or forget what is overdue: waiting and running requests, entries without an Ended, tombstones."""
     while (seq := state.deadlines.pop(state.now_us)) is not None:
         sequence = state.sequences.get(seq)
         if sequence is None:
@@ -378,7 +364,7 @@ def expire(state: State) -> None:
 
 
 def forget(state: State, sequence: requests.Sequence) -> None:
-    """Remove a sequence with a final record; with its last choice, remove the request."""
+    """Remove a sequence with its final count; with its last choice, remove the request."""
     sequence.phase = requests.Phase.ENDED
     state.sequences.pop(sequence.seq, None)
     request = sequence.request
@@ -386,12 +372,13 @@ def forget(state: State, sequence: requests.Sequence) -> None:
         state.requests.pop(request.key, None)
         state.suspects.discard(request.key)
         _count_usage(state, request)
+        state.sessions.on_ended(state, request)
         state.ended.add(
             request.key,
             requests.EndedRequest(
                 request.tokenized.inbox,
                 request.trace,
-                requests.request_record(request, state.now_us),
+                requests.request_facts(request, state.now_us),
                 state.now_us,
             ),
         )
@@ -416,7 +403,9 @@ def _close(state: State, sequence: requests.Sequence, final: int, reason: str) -
     state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
     state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
     if sequence.phase is requests.Phase.RUNNING:
-        withdraw(state, sequence, len(sequence.tokens) - 1)
+        if (executor := state.executors.get(sequence.executor)) is not None:
+            state.sessions.on_closed(state, executor, sequence)
+        headroom.withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
     state.counters.count_finished(reason)

@@ -12,18 +12,21 @@ The kind is `ExecHello.model_digest`: weights, dtype, KV format and deterministi
 has died or drains. With `accept_mixed` all kinds serve.
 
 A request stays with the kind that has generated its tokens: other weights would not continue the text that
-its client has read. If that kind is gone it fails with a typed error; a request with checkpoints, which has
+its client has read. If that kind is gone it fails with a typed error; a request with savepoints, which has
 one plain answer, starts over when it is taken over. A request without tokens starts anywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
 
 from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state import requests
 from services.scheduler.state.requests import Request, Sequence
-from services.scheduler.state.state import DECODE, Executor, ModelKind, State
+from services.scheduler.state.state import DECODE, Executor, State
 from services.scheduler.state.waiting_queue import MAX_CLIENTS, TenantBacklog
 from shared.codec import MAX_TOKENS
 from shared.fair_share import is_over_share
@@ -40,6 +43,15 @@ CHUNK_TOKENS = 256  # the chunk by which the speed of prefill is judged
 MIN_STEPS_SEEN = 64  # steps of an executor before its cost model is a reason to refuse
 
 Refusal = tuple[int, str, int]  # code, message, retry after ms
+ADAPTERS = {  # which adapters executors have
+    "lora": "services.scheduler.adapters:Adapters",
+}
+
+
+@cache
+def adapting() -> Any:
+    """The decisions about adapters; None: there are none."""
+    return next((resolve_name(name) for name in ADAPTERS.values()), None)
 
 
 def refuse(state: State, tokenized: Tokenized) -> Rejected | None:
@@ -135,7 +147,7 @@ def no_executor(tokenized: Tokenized) -> Refusal:
 def unfit(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
     """Why none of the executors, of which there is one, can ever serve a request; None if one can."""
     executors = _unlike(state, tokenized.model)
-    if unknown := _unknown(executors, tokenized):
+    if unknown := _unknown(executors, tokenized) or _without_place(executors, tokenized):
         return 400, unknown, 0
     if prompt + tokenized.max_tokens > _most_tokens(executors, tokenized.n, prompt):
         return 400, _too_large(executors, tokenized, prompt), 0
@@ -158,6 +170,14 @@ def _unknown(executors: list[Executor], tokenized: Tokenized) -> str:
             "the engine: ask for fewer"
         )
     return ""
+
+
+def _without_place(executors: list[Executor], tokenized: Tokenized) -> str:
+    if not tokenized.adapter:
+        return ""
+    part = adapting()
+    none = "`model`: the scheduler has no adapters"
+    return none if part is None else str(part.refusal(executors, tokenized))
 
 
 def _over_quota(state: State, tenant: str) -> Refusal | None:
@@ -237,7 +257,7 @@ def _unlike(state: State, model: str) -> list[Executor]:
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
     """The greatest length, in tokens, of each of `n` choices of a prompt on one of the executors; 0 if none
-    has the slots. Choices share the full blocks of their prompt, as in preemption.can_fit."""
+    has the slots. Choices share the full blocks of their prompt, as in headroom.can_fit."""
     most = 0
     for hello in (e.hello for e in executors if n <= e.hello.slots):
         blocks = (hello.blocks + (n - 1) * (prompt // hello.block_tokens)) // n
@@ -370,69 +390,6 @@ def _left(state: State, s: Sequence) -> int:
 DIGEST_CHARS = 12  # characters of a digest
 
 
-def kind_refusal(state: State, hello: ExecHello) -> str:
-    """Why an executor stays out; empty if it may join."""
-    if state.limits.accept_mixed:
-        return ""
-    wanted = state.limits.model_digest
-    if wanted and hello.model_digest != wanted:
-        return (
-            f"its model digest is {_shown(hello)}, and {wanted[:DIGEST_CHARS]} is configured (model_digest): "
-            f"{_differences(state, hello, wanted)}; or change the setting"
-        )
-    kind = state.model_kinds.get(hello.model)
-    if kind is None or kind.digest == hello.model_digest or kind.members <= {hello.executor}:
-        return ""
-    return (
-        f"its model digest is {_shown(hello)}, and {', '.join(sorted(kind.members))} of {hello.model!r} "
-        f"has {kind.digest[:DIGEST_CHARS] or 'none'}: {_differences(state, hello, kind.digest)}; or start it "
-        "with another --model-name, or the scheduler with --accept-mixed. It takes over when none of "
-        "those is left"
-    )
-
-
-def _differences(state: State, hello: ExecHello, digest: str) -> str:
-    """What differs between an executor and those with a model digest, and how to start it instead."""
-    known = [*(e.hello for e in state.executors.values()), *(e.hello for e in state.asleep.values())]
-    like = (each for each in known if (each.model, each.model_digest) == (hello.model, digest))
-    if (theirs := next(like, hello)).flags == hello.flags and theirs.weights == hello.weights:
-        return "start it with the same weights, dtype, KV format and deterministic mode"
-    found = []
-    if theirs.weights != hello.weights:
-        shown = f"{hello.weights[:DIGEST_CHARS]} and theirs {theirs.weights[:DIGEST_CHARS]}"
-        found.append(f"the digest of its weights is {shown}: start it with the same file")
-    if other := [flag for flag in hello.flags if flag not in theirs.flags]:
-        instead = [flag for flag in theirs.flags if flag not in hello.flags]
-        found.append(f"it runs with {' '.join(other)}: start it with {' '.join(instead)}")
-    return ", and ".join(found)
-
-
-def on_executor_joined(state: State, hello: ExecHello) -> None:
-    """Note that an executor serves. The first of a model decides its kind."""
-    state.excluded.pop(hello.executor, None)
-    kind = state.model_kinds.get(hello.model)
-    if kind is None or kind.members <= {hello.executor}:
-        kind = state.model_kinds[hello.model] = ModelKind(hello.model_digest)
-    if kind.digest == hello.model_digest:
-        kind.members.add(hello.executor)
-
-
-def on_executor_left(state: State, executor_id: str) -> list[ExecHello]:
-    """Note that an executor is gone or drains. Returns the excluded executors that may join now: all of the
-    kind that has waited longest."""
-    state.excluded.pop(executor_id, None)
-    next_ones: list[ExecHello] = []
-    for model, kind in list(state.model_kinds.items()):
-        kind.members.discard(executor_id)
-        if kind.members:
-            continue
-        del state.model_kinds[model]
-        outside = [hello for hello in state.excluded.values() if hello.model == model]
-        may = [hello for hello in outside if not kind_refusal(state, hello)]
-        next_ones += [hello for hello in may if hello.model_digest == may[0].model_digest]
-    return next_ones
-
-
 def expected_kind(state: State, model: str) -> str:
     """The digest of the kind that serves a model; empty while there is none."""
     kind = state.model_kinds.get(model)
@@ -458,15 +415,9 @@ def stranded(state: State, request: Request) -> str:
     return (
         f"the executors that generated its tokens are gone (model digest "
         f"{request.model_digest[:DIGEST_CHARS] or 'not given'}), and the others have another kind "
-        f"({_shown(others[0].hello)}): send the request again"
+        f"({shown_kind(others[0].hello)}): send the request again"
     )
 
 
-def has_changed_kind(state: State, tokenized: Tokenized) -> bool:
-    """Whether executors serve the model, and none of the kind that generated the tokens of a request."""
-    digests = {e.hello.model_digest for e in serving(state, tokenized.model)}
-    return bool(digests) and tokenized.model_digest not in digests
-
-
-def _shown(hello: ExecHello) -> str:
+def shown_kind(hello: ExecHello) -> str:
     return hello.model_digest[:DIGEST_CHARS] or "not given"

@@ -18,7 +18,8 @@ def extend_keys(executor: Executor, sequence: Sequence) -> None:
     """Compute the keys of the sequence's full blocks for this executor's kind of KV. Another executor may be
     the last that was asked about it."""
     hello, tokens = executor.hello, sequence.tokens
-    root = root_key(hello.fingerprint, sequence.request.tokenized.tenant)
+    tokenized = sequence.request.tokenized
+    root = root_key(hello.fingerprint, tokenized.tenant, tokenized.adapter)
     if (root, hello.block_tokens) != sequence.keyed:
         sequence.keyed, sequence.keys = (root, hello.block_tokens), []
     if len(sequence.keys) < len(tokens) // hello.block_tokens:

@@ -1,7 +1,8 @@
-"""How requests go on when executors, detokenizers and other schedulers join, leave or die. `core` calls it.
+"""How requests go on when executors, detokenizers, kv_offloads and other schedulers join, leave or die.
 
-State that an executor or a detokenizer held is rebuilt from this scheduler's records. The requests of another
-scheduler that has died arrive from their detokenizers (`on_takeover`).
+`core` calls it. State that an executor or a detokenizer held is rebuilt from what this scheduler has. The
+requests of another scheduler that has died arrive from their detokenizers (`on_takeover`). Copies and lookups
+of a lost kv_offload end at once. A host has one in use, others stand by.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import dataclasses
 
 from services.scheduler import admission, lifecycle, load_shedding
 from services.scheduler.executors import sleep
-from services.scheduler.kv_tiers import hosts, lookups
+from services.scheduler.kv_tiers import lookups, store
+from services.scheduler.load_shedding import DIGEST_CHARS, serving, shown_kind
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     Request,
     Sequence,
 )
-from services.scheduler.state.state import Executor, Sleeper, State
+from services.scheduler.state.state import Executor, ModelKind, Sleeper, State
+from services.scheduler.state.transfers import JobPhase, Offload
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared import messages
+from shared.messages import ExecHello, Tokenized
 
 MAX_ACQUITTALS = 8  # then a request that silences executors counts as one that kills them
 
@@ -34,17 +38,17 @@ def on_executor_hello(state: State, source: str, message: messages.ExecHello) ->
         if known is not None:
             drop_executor(state, message.executor, "the executor restarted")
         state.dropped.pop(message.executor, None)
-        if why := load_shedding.kind_refusal(state, message):
+        if why := kind_refusal(state, message):
             state.excluded[message.executor] = message
             state.send(source, messages.ExecRefused(exec_epoch=epoch, why=why))
             return
-        load_shedding.on_executor_joined(state, message)
+        on_executor_joined(state, message)
         if message.asleep:
             sleep.on_asleep(state, message)
             state.send(source, messages.ExecWelcome(exec_epoch=epoch))
             return
         state.asleep.pop(message.executor, None)
-        hosts.on_joined(state, state.add_executor(message))
+        connect_offload(state, state.add_executor(message))
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
         lifecycle.on_executors_changed(state)
@@ -81,7 +85,7 @@ def on_executor_back(state: State, executor_id: str, started_us: int) -> None:
 
 def on_executor_leaving(state: State, executor_id: str) -> None:
     """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
-    for waiting in load_shedding.on_executor_left(state, executor_id):
+    for waiting in on_executor_left(state, executor_id):
         on_executor_hello(state, f"executor.{waiting.executor}", waiting)
     lifecycle.on_executors_changed(state)
 
@@ -92,7 +96,7 @@ def drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fals
     executor = state.pop_executor(executor_id)
     if executor is None:
         return
-    hosts.on_executor_gone(state, executor)
+    _end_copies(state, executor)
     blamed = _blame(state, executor) if died and not executor.draining else []
     state.note_dropped(executor_id, executor.epoch, [request.key for request in blamed])
     for sequence in executor.running:
@@ -237,7 +241,7 @@ def on_takeover(state: State, source: str, tokenized: messages.Tokenized, trace:
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    over = bool(tokenized.checkpoints) and load_shedding.has_changed_kind(state, tokenized)
+    over = bool(tokenized.savepoints) and has_changed_kind(state, tokenized)
     if over:
         tokenized = _from_the_start(tokenized)
     request = _taken_request(state, source, tokenized, trace)
@@ -336,3 +340,167 @@ def _over(sequence: Sequence) -> str:
     if sequence.generated and sequence.tokens[-1] in sequence.stop_ids:
         return "stop"
     return "length" if len(sequence.tokens) >= sequence.max_length else ""
+
+
+def on_offload_ready(state: State, offload: Offload) -> None:
+    """A kv_offload with an arena is ready. A new generation has lost the content of the old one."""
+    if state.limits.policy.no_tiers:
+        state.tiers.standby[offload.actor] = offload  # another policy may use it: see use_tiers
+        return
+    known = state.tiers.by_host.get(offload.host_id)
+    if known is not None and known.actor != offload.actor and known.epoch > offload.epoch:
+        state.tiers.standby[offload.actor] = offload
+        return  # of two on a host the later one is used: the executors map its arena
+    if known is not None and (known.actor, known.generation) == (offload.actor, offload.generation):
+        known.epoch = offload.epoch
+        return
+    if known is not None:
+        _end_offload(state, known)
+        if known.actor != offload.actor:
+            state.tiers.standby[known.actor] = known
+    state.tiers.standby.pop(offload.actor, None)
+    state.tiers.by_host[offload.host_id] = offload
+    for executor in state.executors.values():
+        if executor.hello.host_id == offload.host_id:
+            connect_offload(state, executor)
+
+
+def on_offload_lost(state: State, actor: str) -> None:
+    """A kv_offload is gone, with its content. Running copies end later. A standby of its host replaces it,
+    even one that seemed older: a clock may have gone back."""
+    state.tiers.standby.pop(actor, None)
+    offload = next((offload for offload in state.tiers.by_host.values() if offload.actor == actor), None)
+    if offload is None:
+        return
+    _end_offload(state, offload)
+    others = [other for other in state.tiers.standby.values() if other.host_id == offload.host_id]
+    if others:
+        on_offload_ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
+
+
+def use_tiers(state: State, use: bool) -> None:
+    """The policy has changed: use the tiers of all hosts, or none of them."""
+    if use:
+        latest_first = sorted(
+            state.tiers.standby.values(), key=lambda offload: (offload.epoch, offload.actor)
+        )[::-1]
+        for offload in latest_first:
+            on_offload_ready(state, offload)
+    else:
+        for offload in list(state.tiers.by_host.values()):
+            _end_offload(state, offload)
+            state.tiers.standby[offload.actor] = offload
+
+
+def _end_offload(state: State, offload: Offload) -> None:
+    actor = offload.actor
+    del state.tiers.by_host[offload.host_id]
+    state.tiers.lookups = {
+        job: lookup for job, lookup in state.tiers.lookups.items() if lookup.offload != actor
+    }
+    for group in state.waiting:
+        results = group.lookup_results
+        group.lookup_results = {target: results[target] for target in results if target[0] != actor}
+    for job in [job for job in state.tiers.jobs.values() if job.offload == actor]:
+        if job.phase is not JobPhase.COPYING:
+            store.expire_job(state, job)
+    for executor in state.executors.values():
+        if executor.hello.host_id == offload.host_id:
+            executor.pool.set_tier(False)
+
+
+def connect_offload(state: State, executor: Executor) -> None:
+    """An executor or a kv_offload has joined: connect them if both are there."""
+    hello = executor.hello
+    if hello.bytes_per_block and hello.host_id in state.tiers.by_host:
+        executor.pool.set_tier(True)
+
+
+def _end_copies(state: State, executor: Executor) -> None:
+    """An executor is gone, with its blocks. A copy that it may still make keeps its ranges of the arena until
+    kv_offload frees them: the scheduler cannot see when it ends."""
+    for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
+        lookups.finish(state, job, release=job.up or job.phase is JobPhase.REQUESTED)
+
+
+def on_arena_mapped(state: State, executor_id: str, generation: int) -> None:
+    """Note which arena an executor maps, 0 for none: no copies before it is that of kv_offload."""
+    state.tiers.mapped[executor_id] = generation
+
+
+def on_arena_released(state: State, source: str, message: messages.ArenaReleased) -> None:
+    """An executor has unmapped an arena: its kv_offload can free the ranges that it might have written."""
+    if source != f"executor.{message.executor}":
+        return
+    for offload in state.tiers.by_host.values():
+        if offload.generation == message.arena_generation:
+            state.send(offload.source, message)
+
+
+def kind_refusal(state: State, hello: ExecHello) -> str:
+    """Why an executor stays out; empty if it may join."""
+    if state.limits.accept_mixed:
+        return ""
+    wanted = state.limits.model_digest
+    if wanted and hello.model_digest != wanted:
+        return (
+            f"its model digest is {shown_kind(hello)}, and {wanted[:DIGEST_CHARS]} is configured "
+            f"(model_digest): {_differences(state, hello, wanted)}; or change the setting"
+        )
+    kind = state.model_kinds.get(hello.model)
+    if kind is None or kind.digest == hello.model_digest or kind.members <= {hello.executor}:
+        return ""
+    return (
+        f"its model digest is {shown_kind(hello)}, and {', '.join(sorted(kind.members))} of {hello.model!r} "
+        f"has {kind.digest[:DIGEST_CHARS] or 'none'}: {_differences(state, hello, kind.digest)}; or start it "
+        "with another --model-name, or the scheduler with --accept-mixed. It takes over when none of "
+        "those is left"
+    )
+
+
+def _differences(state: State, hello: ExecHello, digest: str) -> str:
+    """What differs between an executor and those with a model digest, and how to start it instead."""
+    known = [*(e.hello for e in state.executors.values()), *(e.hello for e in state.asleep.values())]
+    like = (each for each in known if (each.model, each.model_digest) == (hello.model, digest))
+    if (theirs := next(like, hello)).flags == hello.flags and theirs.weights == hello.weights:
+        return "start it with the same weights, dtype, KV format and deterministic mode"
+    found = []
+    if theirs.weights != hello.weights:
+        shown = f"{hello.weights[:DIGEST_CHARS]} and theirs {theirs.weights[:DIGEST_CHARS]}"
+        found.append(f"the digest of its weights is {shown}: start it with the same file")
+    if other := [flag for flag in hello.flags if flag not in theirs.flags]:
+        instead = [flag for flag in theirs.flags if flag not in hello.flags]
+        found.append(f"it runs with {' '.join(other)}: start it with {' '.join(instead)}")
+    return ", and ".join(found)
+
+
+def on_executor_joined(state: State, hello: ExecHello) -> None:
+    """Note that an executor serves. The first of a model decides its kind."""
+    state.excluded.pop(hello.executor, None)
+    kind = state.model_kinds.get(hello.model)
+    if kind is None or kind.members <= {hello.executor}:
+        kind = state.model_kinds[hello.model] = ModelKind(hello.model_digest)
+    if kind.digest == hello.model_digest:
+        kind.members.add(hello.executor)
+
+
+def on_executor_left(state: State, executor_id: str) -> list[ExecHello]:
+    """Note that an executor is gone or drains. Returns the excluded executors that may join now: all of the
+    kind that has waited longest."""
+    state.excluded.pop(executor_id, None)
+    next_ones: list[ExecHello] = []
+    for model, kind in list(state.model_kinds.items()):
+        kind.members.discard(executor_id)
+        if kind.members:
+            continue
+        del state.model_kinds[model]
+        outside = [hello for hello in state.excluded.values() if hello.model == model]
+        may = [hello for hello in outside if not kind_refusal(state, hello)]
+        next_ones += [hello for hello in may if hello.model_digest == may[0].model_digest]
+    return next_ones
+
+
+def has_changed_kind(state: State, tokenized: Tokenized) -> bool:
+    """Whether executors serve the model, and none of the kind that generated the tokens of a request."""
+    digests = {e.hello.model_digest for e in serving(state, tokenized.model)}
+    return bool(digests) and tokenized.model_digest not in digests

@@ -10,10 +10,10 @@ from collections.abc import Sequence as SequenceOf
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from services.scheduler import lifecycle, overlap, preemption
-from services.scheduler.kv_tiers import hosts
-from services.scheduler.preemption import requeue, withdraw
-from services.scheduler.state.counters import StepRecord
+from services.scheduler import headroom, lifecycle, overlap, preemption
+from services.scheduler.kv_tiers import store
+from services.scheduler.preemption import requeue
+from services.scheduler.state.counters import LoggedStep
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, Ints, StepResult, Tokens, ints
@@ -257,7 +257,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
     for _, note in flight.chunks:
         note.done_us = state.now_us
     plan = flight.plan
-    record = StepRecord(
+    entry = LoggedStep(
         executor=executor.hello.executor,
         step=flight.step,
         planned_us=flight.planned_us,
@@ -280,13 +280,13 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         accepted=sum(result.counts) - len(result.counts),
     )
     chunked = [sequence.request for sequence, _ in flight.chunks]
-    state.step_log.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))
+    state.step_log.add(entry, executor.epoch, chunked, (s.request for s, _ in flight.rows))
 
 
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
     """Update the cost model. `took_us` is the device's time. The loop is the time from plan to result without
     it and without the wait for earlier steps."""
-    preemption.lower_headroom(executor)
+    headroom.lower_headroom(executor)
     took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
     executor.pace.note(flight.step, len(flight.rows), took_us, state.now_us, busy=bool(executor.running))
     if result.error or lived_us <= 0:
@@ -320,7 +320,7 @@ def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepR
         sequence.record_decision(
             state.now_us, "requeue", "a step of its executor failed", tokens=len(sequence.tokens)
         )
-        withdraw(state, sequence, 0)
+        headroom.withdraw(state, sequence, 0)
         requeue(state, sequence)
     executor.pool.forget_cache()
-    hosts.on_step_failed(state, executor, result.step)
+    store.on_step_failed(state, executor, result.step)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pkgutil import resolve_name
 
-from services.scheduler import overlap, preemption, prefix_cache
+from services.scheduler import headroom, overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.lookups import executor_of
 from services.scheduler.overlap import MIN_SEEN, balance
@@ -477,7 +477,7 @@ def is_room_coming(state: State, executor: Executor) -> bool:
         return True
     if state.now_us - executor.hold.since_us < HELD_LOOPS * loop_us:
         return False
-    if max(preemption.shortfall(state, executor, group)) > 0:
+    if max(headroom.shortfall(state, executor, group)) > 0:
         return False
     executor.hold.step, executor.hold.since_us = executor.step, state.now_us
     return True

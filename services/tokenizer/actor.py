@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from services.tokenizer import intake, prepare
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import NOT_READ, UNKNOWN, ChatTemplate
 from services.tokenizer.core import (
     Command,
     Event,
@@ -31,11 +31,10 @@ from services.tokenizer.core import (
     TokenizerCore,
 )
 from services.tokenizer.queries import Checks, Queries, refuse
-from services.tokenizer.template_probe import NOT_READ, UNKNOWN
 from shared.actor import membership
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload
-from shared.aliases import HEADER, STAMP, Aliases
+from shared.aliases import ADAPTED, HEADER, STAMP, AdapterFiles, Aliases
 from shared.answer_formats.formats import AUTO, OFF, Format, named
 from shared.api import run_of
 from shared.config import Settings, WatchedFile
@@ -45,15 +44,15 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
-from shared.telemetry.counters import Counted, TokenizerCounter, in_status, lately, points
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import Counted, Metrics, TokenizerCounter, in_status, lately, points
 from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 
-PARTS = {  # requests to aliases; copies of the requests of others, for a takeover
+PARTS = {  # requests to aliases; adapters; copies of the requests of others, for a takeover
     "aliases": "services.tokenizer.aliases:AliasNames",
+    "adapters": "services.tokenizer.adapters:AdapterNames",
     "standby": "services.tokenizer.standby:StandbyShell",
 }
 TICK_S = 0.1
@@ -81,6 +80,7 @@ class TokenizerActor(Actor):
     ) -> None:
         """`give_up_us`: longer than the detection of a dead scheduler takes. `replicas`: servers of a cluster
         that have each alias. `edge`: see `Queries`; `awaited`: its `listen`."""
+        model = dataclasses.replace(model, adapter_of=self._adapter_of)
         self._model, self._replicas, self._awaited = model, replicas, awaited
         self._name = model.name
         self._vocabulary = membership.vocabulary_number(model.vocabulary.digest)
@@ -89,6 +89,7 @@ class TokenizerActor(Actor):
         self._edge = edge
         self._standby: list[Any] = []
         self._aliases: list[Any] = []
+        self._adapters: list[Any] = []
         self._started = self._listens = False
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
@@ -117,6 +118,9 @@ class TokenizerActor(Actor):
         self._queries = Queries(
             mailbox, self._model, self._context, self._second, self._table, self._aliases, edge=self._edge
         )
+        for aliases in self._aliases if not self._edge else ():
+            known = self._queries.roots, self._queries.is_served
+            self._adapters = part("adapters", mailbox, self._table, aliases.publish, *known)
         self._standby = part("standby", mailbox, self._name, self._own, self._is_ours, self._arrivals)
         self._checks = Checks(mailbox, self._model, self._classes.classes_of)
         await self._queries.check_names()
@@ -133,6 +137,7 @@ class TokenizerActor(Actor):
                     self._queries.roots, self._queries.is_served, edge=self._edge
                 )
             ],
+            *[listening for adapters in self._adapters for listening in await adapters.listen()],
             # Last: a tokenizer that answers these must receive requests.
             *await self._queries.listen(self._awaited),
         ]
@@ -224,7 +229,7 @@ class TokenizerActor(Actor):
         await self._arrivals.drain()
         await self._tenant_queue.drain()
         await self._background.drain()
-        for each in (self._queries, *self._aliases, self._checks):
+        for each in (self._queries, *self._aliases, *self._adapters, self._checks):
             await each.drain()
         if self._ticking is not None:  # ends when nothing is pending
             await self._ticking
@@ -251,6 +256,11 @@ class TokenizerActor(Actor):
             self._mailbox.peers.max_load("executor", "context", model.name) or model.max_context,
             model.max_context,
         )
+
+    def _adapter_of(self, name: str, tenant: str) -> AdapterFiles | None:
+        """The files of an adapter of this model; None: none has this name. Raises UnknownModel."""
+        found = self._table.adapter(name, tenant)
+        return found[1] if found is not None and found[0] == self._name else None
 
     def _on_peer(self, peer: membership.Peer) -> None:
         ours = peer.heartbeat.model in ("", self._name)  # "" in a failed actor's heartbeat
@@ -351,6 +361,7 @@ class TokenizerActor(Actor):
             classes=self._classes.classes_of(tenant),
             grammars=can_follow_grammars(self._mailbox.peers, self._name),
             alias=delivery.headers.get(HEADER, ""),
+            adapted=ADAPTED in delivery.headers,
             run=run_of(delivery.headers),
         )
         if len(delivery.data) <= LONG_BYTES:

@@ -18,7 +18,7 @@ from typing import Any
 
 from services.tokenizer.intake import UNSURE, key_of
 from shared.actor.mailbox import Mailbox
-from shared.aliases import HEADER, MAX_ALIASES, Alias, Aliases, read_targets
+from shared.aliases import ADAPTED, HEADER, MAX_ALIASES, Alias, Aliases, read_targets
 from shared.api import REQUEST_ID
 from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, UnknownModel
 from shared.nats import access, subjects
@@ -169,6 +169,9 @@ class AliasNames:
         if model is None:
             return None
         headers = {**delivery.headers, HEADER: subjects.token(name)}
+        alias = self._table.get(name)
+        if alias is not None and alias.adapter is not None:
+            headers[ADAPTED] = "1"
         return Delivery(subjects.generate(tenant, model), delivery.data, delivery.reply, headers)
 
     def _on_copy(self, delivery: Delivery) -> None:
@@ -218,6 +221,8 @@ class AliasNames:
         """Set an alias, or delete it. The answer: the models before and after, and whether JetStream has the
         change. Raises BadRequest, UnknownModel, Overloaded."""
         before, served = self._table.get(name), self._served()
+        if before is not None and before.adapter is not None:
+            raise BadRequest(f"{name!r:.80} is an adapter: see `headrace adapter`", param="alias")
         if not asked and before is None:
             raise UnknownModel(f"there is no alias {name!r:.80}: see `headrace model list`", param="alias")
         if asked and (name in served or self._is_model(name)):
@@ -226,7 +231,7 @@ class AliasNames:
         targets = dict[str, int]()
         for model, weight in asked.items():
             if self._table.get(model) is not None or model == name:
-                why = f"{model!r:.80} is an alias: name the models that it stands for"
+                why = f"{model!r:.80} is an alias or an adapter: name the models that it stands for"
                 raise BadRequest(why, param="model")
             if model not in served:
                 there = ", ".join(sorted(served))
@@ -239,12 +244,12 @@ class AliasNames:
                 f"there are {MAX_ALIASES} aliases, with those deleted since the start: use one of their names"
             )
             raise Overloaded(full)
-        stored = await self._publish(change)
+        stored = await self.publish(change)
         self._table.apply(change)
         shown = {"alias": name, "before": dict(before.targets) if before is not None else {}}
         return {**shown, "after": targets, "stored": stored}
 
-    async def _publish(self, change: Alias) -> bool:
+    async def publish(self, change: Alias) -> bool:
         """Send a change to all holders; returns whether JetStream has it, too."""
         try:
             await self._make_stream()

@@ -5,29 +5,21 @@ writes inside a message stay ordinary text: marks replace them before the templa
 the template's own control tokens get secret names, the only ones that the vocabulary reads as control tokens,
 and the marks become text again. So one pass of the model's tokenizer encodes the whole prompt.
 
-`fitted` writes what a chat template does not show into turns that it does. Pure.
-
-    developer, function       the roles system and tool
-    tools                     in the system message, with the form in which to call them
-    calls, results            in the text of the assistant's turn, in a turn of the user
-    system messages           one at the start; else in a turn of the user
-    two turns of one role     one turn
-
-`TemplateSkills` has which of these a template needs; a template that shows all gets the messages unchanged.
+`TemplateSkills` has what a template shows; a template that shows all gets the messages unchanged. The
+functions of TURNS find that, and write the rest into turns that it does show (template_probe.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from itertools import starmap
+from pkgutil import resolve_name
 from typing import Any, ClassVar, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -35,8 +27,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.tokenizer import template_probe
-from shared.answer_formats.formats import Format, Python
+from shared.answer_formats.formats import HERMES, Format, format_of
 from shared.api import Tool, joined, present
 from shared.errors import NO_TEMPLATE, BadRequest, SetupError
 from shared.vocab.vocabulary import Vocabulary
@@ -45,9 +36,48 @@ Trie = dict[str, Any]  # by character; "" where a name ends
 
 _TRUSTED_WITH_MARKUP = ("assistant", "system", "developer")  # roles of the model and of the chat's developer
 _MARKED_UP = ("content", "reasoning_content")
-
-
+_SHOWN = ("system", "user", "assistant")  # roles that each template shows, or refuses by itself
 OWN_TEMPLATES = 16  # of requests, kept compiled
+TURNS = {  # finds what a template shows; writes the rest into turns that it does
+    "probe": "services.tokenizer.template_probe:probe",
+    "fit": "services.tokenizer.template_probe:fitted",
+}
+Message = dict[str, Any]
+# (messages, tools, add_generation_prompt) to the prompt; None if the template raises.
+Render = Callable[[Sequence[Message], Any, bool], str | None]
+ANY, SHORT, FUNCTION = "any", "short", "function"
+VARIABLE, OF_SYSTEM, WRITTEN = "variable", "key of the system message", "written"
+READ, NOT_READ, SPELLED, UNKNOWN = "read back", "not read back", "written by headrace", "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateSkills:
+    """What a template shows if it is given so. The defaults are those of a template that shows all."""
+
+    form: Format = HERMES  # of the calls in the prompt
+    calls_are: str = UNKNOWN  # the calls as the prompt shows them: READ, NOT_READ, SPELLED, UNKNOWN
+    tools: str = VARIABLE  # where tools go: VARIABLE, OF_SYSTEM, WRITTEN
+    empty_tools: bool = False  # an empty list for none
+    calls: bool = True  # the key `tool_calls` of a message
+    text_arguments: bool = False  # arguments of calls as JSON texts
+    ids: str = ANY  # ids of calls: ANY, SHORT (nine letters and digits), FUNCTION (functions.NAME:0)
+    null_content: bool = False  # calls only beside a null content
+    text_beside_calls: bool = True  # else a message of its own before that of the calls
+    parallel: bool = True  # several calls in one message
+    results: bool = True  # messages of the role `tool`
+    named_results: bool = False  # only with the key `name`
+    functions: bool = True  # messages of the role `function`
+    system: bool = True
+    several_systems: bool = True  # at the start
+    late_system: bool = True
+    developer: bool = True
+    repeats: bool = True  # two messages of one role in a row
+    user_after_result: bool = True
+    parts: frozenset[str] = frozenset()  # roles whose content may be a list of parts
+    only_parts: frozenset[str] = frozenset()  # roles whose content must be one
+
+
+SHOWS_ALL = TemplateSkills()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +120,7 @@ class ChatTemplate:
             raise SetupError(f"the model's chat template is not valid jinja: {error}") from error
         self._compiled = lru_cache(OWN_TEMPLATES)(environment.from_string)
         self._skills = lru_cache(2 * OWN_TEMPLATES + 2)(self._probed)
+        self._fit = resolve_name(TURNS["fit"]) if "fit" in TURNS else plain_turns
 
     def encode(
         self,
@@ -105,10 +136,10 @@ class ChatTemplate:
         guarded = [self._guarded(message) for message in messages]
         given = None if tools is None else self._guard(tools, self._control)
         skills = self.skills(options.source, with_tools=tools is not None)
-        turns = fitted(guarded, given, skills)
+        turns = self._fit(guarded, given, skills)
         if options.continue_final:
             turns[-1] = {**turns[-1], "content": _ended(turns[-1]["content"], self._end)}
-        if given is None or skills.tools != template_probe.VARIABLE:
+        if given is None or skills.tools != VARIABLE:
             given = [] if skills.empty_tools else None
         text = self._render(turns, given, add_generation_prompt, wall_us, options)
         if options.continue_final:
@@ -129,11 +160,11 @@ class ChatTemplate:
         """Whether the answer format is found by the template, and not configured."""
         return self._form is None
 
-    def skills(self, source: str = "", *, with_tools: bool) -> template_probe.TemplateSkills:
+    def skills(self, source: str = "", *, with_tools: bool) -> TemplateSkills:
         """What the template shows, of a request's own `source` or the model's. Raises BadRequest."""
         return self._skills(source, with_tools)
 
-    def _probed(self, source: str, with_tools: bool) -> template_probe.TemplateSkills:
+    def _probed(self, source: str, with_tools: bool) -> TemplateSkills:
         options = TemplateOptions(source)
         if source:
             self._own(source)
@@ -144,7 +175,13 @@ class ChatTemplate:
             except BadRequest:
                 return None
 
-        return template_probe.probe(render, source or self._source, self._form, with_tools=with_tools)
+        source = source or self._source
+        if "probe" not in TURNS:
+            return replace(SHOWS_ALL, form=format_of(source) if self._form is None else self._form)
+        found: TemplateSkills = resolve_name(TURNS["probe"])(
+            render, source, self._form, with_tools=with_tools
+        )
+        return found
 
     def _render(
         self,
@@ -282,263 +319,22 @@ def _to_json(
     )
 
 
-_BETWEEN = "\n\n"  # between two messages in one turn
-_SHORT_ID = 9
-
-
-def fitted(
-    messages: list[template_probe.Message],
-    tools: list[template_probe.Message] | None,
-    skills: template_probe.TemplateSkills,
-) -> list[template_probe.Message]:
-    """The messages for a template. Arguments of their calls are objects (`parsed`)."""
-    turns = [_in_known_role(message, skills) for message in messages]
-    turns = _with_calls(turns, skills)
-    if tools is not None and skills.tools == template_probe.WRITTEN:
-        turns = _with_instructions(turns, instructions(tools, skills.form))
-    elif tools is not None and skills.tools == template_probe.OF_SYSTEM:
-        turns = _with_key(turns, json.dumps([tool["function"] for tool in tools], ensure_ascii=False))
-    turns = _merged(_with_systems(turns, skills), skills)
-    return [_shaped(turn, skills) for turn in turns]
-
-
-def instructions(tools: list[template_probe.Message], form: Format) -> str:
-    """The part of the system message about the tools."""
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return (
-        f"You may call functions. They are, as JSON, in <tools></tools>:\n<tools>\n{listed}\n</tools>\n"
-        "To call one, answer in this form, with its name for NAME and a JSON object for ARGUMENTS:\n"
-        f"{written([('NAME', 'ARGUMENTS')], form)}"
-    )
-
-
-def written(calls: Iterable[tuple[str, str]], form: Format) -> str:
-    """Calls, as names and JSON, in the form that the parser of a format reads."""
-    if isinstance(form.notations[0], Python):
-        return form.opens[-1] + "[" + ", ".join(starmap(_in_python, calls)) + "]" + form.ends[-1]
-    form = form if template_probe.is_writable(form) else template_probe.written_form(form)
-    writes = form.writes
-    assert writes is not None
-    texts = [writes.before.replace("NAME", name) + arguments + writes.after for name, arguments in calls]
-    return writes.first + writes.between.join(texts) + writes.last
-
-
-def _in_python(name: str, arguments: str) -> str:
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
-        return f"{name}({arguments})"
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-
-
-def _in_known_role(
-    message: template_probe.Message, skills: template_probe.TemplateSkills
-) -> template_probe.Message:
-    role = message["role"]
-    if role == "developer" and not skills.developer:
-        role = "system"
-    elif role == "function" and not skills.functions:
-        role = "tool"
-    content = message["content"]
-    return {**message, "role": role, "content": content if role in skills.parts else joined(content)}
-
-
 # ---- calls and results ---------------------------------------------------------------------------
-
-
-def _with_calls(
-    turns: list[template_probe.Message], skills: template_probe.TemplateSkills
-) -> list[template_probe.Message]:
-    fit: list[template_probe.Message] = []
-    ids = _Ids(skills)
-    rest = list(reversed(turns))
-    shown = True  # the last calls: as the template shows them
-    while rest:
-        turn = rest.pop()
-        given = turn.get("tool_calls")
-        calls = given if isinstance(given, list) else []
-        if turn["role"] != "tool":
-            shown = not (skills.calls and calls and _needs_text(turn, skills))
-        if turn["role"] == "tool":
-            fit.append(_result(turn, ids, skills) if shown and skills.results else _answered(turn))
-        elif not calls:
-            fit.append(turn)
-        elif not (skills.calls and shown):
-            fit.append(_spelled(turn, skills.form))
-        elif len(calls) > 1 and not skills.parallel:
-            results: list[template_probe.Message] = []
-            while rest and rest[-1]["role"] == "tool":
-                results.append(rest.pop())
-            rest += reversed(_one_by_one(turn, results))
-        else:
-            ids.add(calls)
-            fit += _native(turn, ids, skills)
-    return fit
-
-
-def _one_by_one(
-    turn: template_probe.Message, results: list[template_probe.Message]
-) -> list[template_probe.Message]:
-    """The calls of a turn, each followed by its result."""
-    apart: list[template_probe.Message] = []
-    for number, call in enumerate(turn["tool_calls"]):
-        named = [each for each in results if each.get("tool_call_id") == call.get("id") is not None]
-        mine = named or [each for each in results[:1] if each.get("tool_call_id") is None]
-        results = [each for each in results if each not in mine]
-        first = turn if number == 0 else {**turn, "content": "", "reasoning_content": ""}
-        apart += [{**first, "tool_calls": [call]}, *mine]
-    return [*apart, *results]
-
-
-def _native(
-    turn: template_probe.Message, ids: _Ids, skills: template_probe.TemplateSkills
-) -> list[template_probe.Message]:
-    """A turn with calls, as the template shows it."""
-    calls = []
-    for call in turn["tool_calls"]:
-        function = call["function"]
-        if skills.text_arguments and not isinstance(function["arguments"], str):
-            arguments = json.dumps(function["arguments"], ensure_ascii=False)
-            function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function, **ids.id_of(call, "id")})
-    text, none = joined(turn["content"]), None if skills.null_content else ""
-    called = {**turn, "tool_calls": calls, "content": turn["content"] if text else none}
-    if not text or skills.text_beside_calls:
-        return [called]
-    without_calls = {key: value for key, value in turn.items() if key != "tool_calls"}
-    return [
-        without_calls,
-        {key: value for key, value in called.items() if key != "reasoning_content"} | {"content": none},
-    ]
-
-
-def _needs_text(turn: template_probe.Message, skills: template_probe.TemplateSkills) -> bool:
-    """Whether a text beside calls can stand neither in their message nor in one before it."""
-    return bool(joined(turn["content"])) and not skills.text_beside_calls and not skills.repeats
-
-
-def _spelled(turn: template_probe.Message, form: Format) -> template_probe.Message:
-    """A turn with its calls in its text."""
-    functions = [call["function"] for call in turn["tool_calls"]]
-    calls = [(each["name"], _as_json(each["arguments"])) for each in functions]
-    texts = [text for text in (joined(turn["content"]), written(calls, form)) if text]
-    return {**{k: v for k, v in turn.items() if k != "tool_calls"}, "content": "\n".join(texts)}
-
-
-def _as_json(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _answered(turn: template_probe.Message) -> template_probe.Message:
-    """The result of a call in a turn of the user, in the tags that Hermes gave it."""
-    return {"role": "user", "content": f"<tool_response>\n{joined(turn['content'])}\n</tool_response>"}
-
-
-def _result(
-    turn: template_probe.Message, ids: _Ids, skills: template_probe.TemplateSkills
-) -> template_probe.Message:
-    turn = {**turn, **ids.id_of(turn, "tool_call_id")}
-    if skills.named_results and "name" not in turn:
-        turn["name"] = ids.name(turn.get("tool_call_id"))
-    return turn
-
-
-class _Ids:
-    """The ids of calls as a template takes them, and the names of their functions."""
-
-    def __init__(self, skills: template_probe.TemplateSkills) -> None:
-        self._kind = skills.ids
-        self._given: dict[str, str] = {}
-        self._names: dict[str, str] = {}
-
-    def add(self, calls: list[template_probe.Message]) -> None:
-        """Calls of the conversation, in order."""
-        for call in calls:
-            name, given = call["function"]["name"], str(call.get("id"))
-            self._names[given] = name
-            self._given[given] = f"functions.{name}:{len(self._given)}"
-
-    def name(self, given: object) -> str:
-        return self._names.get(str(given), "")
-
-    def id_of(self, message: template_probe.Message, key: str) -> template_probe.Message:
-        """The key `key` of a message, if the template takes another id than it has."""
-        given = message.get(key)
-        if self._kind == template_probe.FUNCTION and str(given) in self._given:
-            return {key: self._given[str(given)]}
-        if self._kind != template_probe.SHORT or (
-            isinstance(given, str) and len(given) == _SHORT_ID and given.isalnum()
-        ):
-            return {}
-        return {key: hashlib.sha256(str(given).encode()).hexdigest()[:_SHORT_ID]}
 
 
 # ---- system messages, and turns of one role ------------------------------------------------------
 
 
-def _with_instructions(turns: list[template_probe.Message], text: str) -> list[template_probe.Message]:
-    """The conversation with `text` in its first system message."""
-    if turns and turns[0]["role"] == "system":
-        return [{**turns[0], "content": joined(turns[0]["content"]) + _BETWEEN + text}, *turns[1:]]
-    return [{"role": "system", "content": text}, *turns]
-
-
-def _with_key(turns: list[template_probe.Message], tools: str) -> list[template_probe.Message]:
-    if not turns or turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": ""}, *turns]
-    return [{**turns[0], "tools": tools}, *turns[1:]]
-
-
-def _with_systems(
-    turns: list[template_probe.Message], skills: template_probe.TemplateSkills
-) -> list[template_probe.Message]:
-    fit: list[template_probe.Message] = []
-    waiting: list[str] = []  # texts of system messages for the next turn of the user
-    at_start = True
-    for turn in turns:
-        at_start = at_start and turn["role"] == "system"
-        if turn["role"] == "system" and not (skills.system if at_start else skills.late_system):
-            waiting.append(joined(turn["content"]))
-        elif at_start and fit and not skills.several_systems:
-            fit[0] = _both(fit[0], turn)
-        elif waiting:
-            answers = {"role": "user", "content": _BETWEEN.join(waiting)}
-            fit += [_both(answers, turn)] if turn["role"] == "user" else [answers, turn]
-            waiting = []
-        else:
-            fit.append(turn)
-    return [*fit, {"role": "user", "content": _BETWEEN.join(waiting)}] if waiting else fit
-
-
-def _merged(
-    turns: list[template_probe.Message], skills: template_probe.TemplateSkills
-) -> list[template_probe.Message]:
-    """Turns that may not follow each other in one; a turn of the user after a result in the result."""
-    fit: list[template_probe.Message] = []
-    for turn in turns:
-        last = fit[-1]["role"] if fit else ""
-        same = last == turn["role"] in ("user", "assistant") and not skills.repeats
-        if same and not any(each.get("tool_calls") for each in (fit[-1], turn)):
-            fit[-1] = _both(fit[-1], turn)
-        elif (last, turn["role"]) == ("tool", "user") and not skills.user_after_result:
-            fit[-1] = {**fit[-1], "content": _both(fit[-1], turn)["content"]}
-        else:
-            fit.append(turn)
-    return fit
-
-
-def _both(first: template_probe.Message, second: template_probe.Message) -> template_probe.Message:
-    """Two messages as one."""
-    texts = [text for text in (joined(first["content"]), joined(second["content"])) if text]
-    return {**first, **second, "role": first["role"], "content": _BETWEEN.join(texts)}
-
-
-def _shaped(turn: template_probe.Message, skills: template_probe.TemplateSkills) -> template_probe.Message:
-    if skills.only_parts and isinstance(turn["content"], str):
-        return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-    return turn
+def plain_turns(messages: list[Message], tools: list[Message] | None, _: TemplateSkills) -> list[Message]:
+    """The messages where nothing fits them to a template. Raises BadRequest for tools, and for roles and
+    calls that a template may leave out."""
+    if tools is not None or any(each["role"] not in _SHOWN or each.get("tool_calls") for each in messages):
+        raise BadRequest(
+            "`messages`: tools, calls and other roles than system, user and assistant need "
+            "services/tokenizer/template_probe.py, which this installation lacks: install headrace with it",
+            param="messages",
+        )
+    return [{**each, "content": joined(each["content"])} for each in messages]
 
 
 def parsed(message: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,9 +27,9 @@ import msgpack
 from pydantic import ConfigDict, Field, ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
-from shared import api, errors
+from shared import api, errors, session_hints
+from shared.aliases import AdapterFiles
 from shared.answer_formats.formats import HERMES, THINKING, Format
-from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.messages import (
     EMBEDDING,
@@ -44,6 +44,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.access import CLASSES, is_keepers
+from shared.savepoints import body_hash
 from shared.vocab.files import CATALOGUE, ModelFiles, json_object, read_metadata
 from shared.vocab.vocabulary import Vocabulary
 
@@ -208,6 +209,7 @@ class Submission:
     classes: tuple[str, ...] = CLASSES  # service classes that the tenant may use
     grammars: bool = True  # an executor of this model can follow one
     alias: str = ""  # as in a subject: the request was sent to it
+    adapted: bool = False  # and it is an adapter of this model
     run: int = 0  # see Tokenized
 
     @property
@@ -281,6 +283,8 @@ class ServedModel:
     answer_format: Format | None = HERMES  # of chats; None: the text is the answer
     aliases: tuple[str, ...] = ()  # further names
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    # the files of an adapter of this model by its name, for a tenant; it raises UnknownModel
+    adapter_of: Callable[[str, str], AdapterFiles | None] = lambda name, tenant: None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -372,7 +376,9 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields if "input" in fields else {**model.defaults.fields, **fields})
     asked, alias = request.model, submission.alias
-    if asked not in (None, *model.names) and not (alias and asked and subjects.token(asked) == alias):
+    adapter = _adapter(submission, request, model).get("adapter_name")
+    is_alias = bool(alias and asked and subjects.token(asked) == alias)
+    if asked not in ((None, adapter) if adapter else (None, *model.names)) and not is_alias:
         raise errors.BadRequest(
             f"the body asks for model {asked!r:.80}, its subject for {model.name!r}: send that one, or none",
             param="model",
@@ -397,6 +403,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         most_calls = 0
     return Tokenized(
         **_common(submission, request, model, timeout_us, prompt),
+        **_session(submission.tenant, request, max_tokens, output),
         n=request.n,
         max_tokens=max_tokens,
         stream=request.stream,
@@ -414,11 +421,27 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         open_end=request.limit[1] is None,
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
-        checkpoints=_checkpoints(request, submission),
+        savepoints=_savepoints(request, submission),
         most_calls=most_calls,
         speculate=request.speculate,
         prediction=_prediction(request, model.vocabulary),
     )
+
+
+def _adapter(
+    submission: Submission, request: Request | api.EmbeddingRequest, model: ServedModel
+) -> dict[str, str]:
+    """The fields of the adapter to which a request was sent, or whose name its body has; none without one.
+    Raises UnknownModel for one that was removed, and Unavailable for one that this tokenizer lacks."""
+    name = subjects.untoken(submission.alias) if submission.adapted and submission.alias else request.model
+    files = None if name is None else model.adapter_of(name, submission.tenant)
+    if files is None:
+        if submission.adapted:
+            raise errors.Unavailable(
+                f"the adapter {name!r:.80} is being added: try again", retry_after_ms=1_000
+            )
+        return {}
+    return {"adapter": files.digest, "adapter_name": name or "", "adapter_path": files.path}
 
 
 def _prediction(request: Request, vocabulary: Vocabulary) -> Ints:
@@ -451,6 +474,21 @@ def _common(
         "parent_span": submission.parent_span,
         "routing_key": _routing_key(submission.tenant, request, prompt),
         "run": submission.run,
+        **_adapter(submission, request, model),
+    }
+
+
+def _session(tenant: str, request: Request, max_tokens: int, output: AnswerForm | None) -> dict[str, Any]:
+    """The hints of the client about the session. Raises BadRequest."""
+    hints = session_hints.hints_of(request, request.prompt_cache_retention)
+    return {
+        "session": session_hints.name_of(tenant, hints.session),
+        "parent": session_hints.name_of(tenant, hints.parent),
+        "session_final": hints.final,
+        "expects_tokens": min(hints.expects_tokens, max_tokens),
+        "keep_us": hints.keep_us,
+        "has_tools": output is not None and output.given is not None,
+        "prefetch": hints.prefetch,
     }
 
 
@@ -473,10 +511,12 @@ def _for_vector(
 
 
 def _routing_key(tenant: str, request: Request | api.EmbeddingRequest, prompt: list[int]) -> str:
-    """The hash of a tenant and its `prompt_cache_key`, else the start of the prompt. That of a chat ends with
-    the first message of the user: it is the same in every turn, and chats with one long system prompt do not
-    all go to one scheduler."""
-    if request.prompt_cache_key:
+    """The hash of a tenant and the first session of its program, else its `prompt_cache_key`, else the start
+    of the prompt. That of a chat ends with the first message of the user: it is the same in every turn, and
+    chats with one long system prompt do not all go to one scheduler."""
+    if not isinstance(request, api.EmbeddingRequest) and (root := session_hints.hints_of(request).root):
+        start = f"session {root}".encode()
+    elif request.prompt_cache_key:
         start = f"key {request.prompt_cache_key}".encode()
     elif isinstance(request, api.ChatRequest):
         roles = [message.role for message in request.messages]
@@ -487,8 +527,8 @@ def _routing_key(tenant: str, request: Request | api.EmbeddingRequest, prompt: l
     return hashlib.blake2b(tenant.encode() + b"\0" + start, digest_size=8).hexdigest()
 
 
-def _checkpoints(request: Request, submission: Submission) -> str:
-    """The hash that a checkpoint of the request has, empty if the request has no checkpoints. Raises
+def _savepoints(request: Request, submission: Submission) -> str:
+    """The hash that a savepoint of the request has, empty if the request has no savepoints. Raises
     BadRequest for a request that no keeper would send again."""
     if request.durable is None:
         return ""

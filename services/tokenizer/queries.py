@@ -35,7 +35,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
-from shared.telemetry.traces import COMPONENT, RequestRecord, SpanRecord, received, root_attributes, root_name
+from shared.telemetry.traces import COMPONENT, RequestFacts, SpanData, received, root_attributes, root_name
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -137,7 +137,9 @@ class Queries:
 
     def _on_models(self, delivery: Delivery) -> None:
         if access.can_answer(self._mailbox.bus, delivery):
-            self._mailbox.bus.publish(delivery.reply, to_json(self._models_body()))
+            names = delivery.subject.split(".")  # of a tenant, or of none
+            tenant = subjects.untoken(names[3]) if len(names) > 3 else ""
+            self._mailbox.bus.publish(delivery.reply, to_json(self._models_body(tenant)))
 
     def _on_tokenize(self, name: str, delivery: Delivery) -> None:
         if not access.can_answer(self._mailbox.bus, delivery):
@@ -315,9 +317,12 @@ class Queries:
         roots = self._roots()
         return {name: roots.get(name, name) for name in self.served()}
 
-    def _models_body(self) -> dict[str, Any]:
+    def _models_body(self, tenant: str) -> dict[str, Any]:
         contexts, roots, peers = self.served(), self._roots(), self._mailbox.peers
         aliases = [alias for alias in self._table.all() if alias.name not in contexts]
+        if tenant:  # without one, all adapters
+            owners = ("", tenant)
+            aliases = [each for each in aliases if each.adapter is None or each.adapter.tenant in owners]
         body = models_body(contexts, roots, aliases)
         ours = {name: peers.model_state(name) for name in peers.models("tokenizer")}
         for entry in body["data"]:
@@ -339,7 +344,8 @@ def models_body(
 ) -> dict[str, Any]:
     """OpenAI's list of models, with two fields of vLLM's: `max_model_len`, tokens of a prompt and its answer,
     and `root`, the model's own name. An alias has `targets`, its `root` is the one with the highest weight,
-    and its requests fit into each of them. A target without a service is GONE: the others take its part."""
+    and its requests fit into each of them. A target without a service is GONE: the others take its part. An
+    adapter has its model as `root` and as vLLM's `parent`."""
     about = {"object": "model", "created": 0, "owned_by": "headrace"}
     entries = [
         {"id": name, **about, "root": roots.get(name, name), "max_model_len": contexts[name]}
@@ -353,6 +359,10 @@ def models_body(
         there = alias.among(lambda model: model in contexts)
         context = min(contexts.get(model, 0) for model, _ in there.targets)
         entry = {"id": alias.name, **about, "root": there.main, "max_model_len": context}
+        if (files := alias.adapter) is not None:  # `parent`, as vLLM names the model of an adapter
+            adapter = {"digest": files.digest, "rank": files.rank, "bytes": files.bytes}
+            entries.append({**entry, "parent": there.main, "adapter": adapter})
+            continue
         entries.append({**entry, "targets": targets})
     return {"object": "list", "data": sorted(entries, key=lambda entry: str(entry["id"]))}
 
@@ -394,11 +404,11 @@ def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:
         mailbox.tracer.export(fail.trace, fail.origin.parent_span, spans)
 
 
-def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[SpanRecord]:
+def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[SpanData]:
     """The spans of a refused request: its wait in the mailbox, then its tokenization or its wait for a
     scheduler."""
     origin = fail.origin
-    record = RequestRecord(
+    facts = RequestFacts(
         request=fail.request,
         tenant=origin.tenant,
         model=model,
@@ -414,9 +424,9 @@ def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[S
     name = "waiting for a scheduler" if origin.tokenized else "tokenize"
     text = fail.error.message
     return [
-        SpanRecord(root_name(record), start, end, None, root_attributes(record), kind="server", error=text),
-        received(record, start, handled),
-        SpanRecord(name, handled, end, attributes={COMPONENT: component}),
+        SpanData(root_name(facts), start, end, None, root_attributes(facts), kind="server", error=text),
+        received(facts, start, handled),
+        SpanData(name, handled, end, attributes={COMPONENT: component}),
     ]
 
 

@@ -203,7 +203,7 @@ class Tools:
                   none: the tools are ignored
 
     Calls are written as the model's family does (shared/answer_formats). The chat template gets the tools if
-    it shows them; else `turns.fitted` writes them into the system message.
+    it shows them; else `fitted` writes them into the system message.
     """
 
     given: list[Tool]

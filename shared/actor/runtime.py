@@ -34,11 +34,10 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery
 from shared.processes import give_back_memory
 from shared.replies import to_json
-from shared.telemetry import readings
-from shared.telemetry.counters import RECENT, ProcessCounter
+from shared.telemetry import counters
+from shared.telemetry.counters import RECENT, Metrics, ProcessCounter, Recent
 from shared.telemetry.export import MeterSink, Tracer, meter_sink_from_env, tracer_from_env
 from shared.telemetry.metrics import process_metrics, scrape_point
-from shared.telemetry.readings import Metrics, Recent
 
 log = logging.getLogger("headrace.actor")
 process_log = logging.getLogger("headrace.process")
@@ -325,7 +324,7 @@ class Runtime:
 
     def _on_metrics(self, delivery: Delivery) -> None:
         if access.can_answer(self.bus, delivery):
-            self.bus.publish(delivery.reply, readings.pack(self.mailbox.source, self.collect_metrics()))
+            self.bus.publish(delivery.reply, counters.pack(self.mailbox.source, self.collect_metrics()))
 
     @property
     def _has_started(self) -> bool:

@@ -154,10 +154,10 @@ _GLM_XML = Xml(
 )
 
 
-def _tags(head: str, key: str, value_ends: str, *, begins: str = "", newlines: bool = False) -> Xml:
+def _tags(head: str, key: str, value_ends: str) -> Xml:
     """Arguments in tags, without a grammar; `key` begins with a constant text, up to its first quote."""
     begin = key.partition('"')[0].replace("\\", "")
-    return Xml(head, begins, key, begin, value_ends, style="", newlines=newlines)
+    return Xml(head, "", key, begin, value_ends, style="")
 
 
 _KEY = r'(?P<key>[^"<>\n]{1,128})'

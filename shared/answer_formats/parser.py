@@ -13,6 +13,8 @@ Counts the tokens of an answer that are reasoning. Pure.
 The parser (parser.py) finds the reasoning in the text. A token with any byte of it counts, so the count is
 exact but for the token at each border, which may have other text, too. Markers, and white space beside them,
 are no reasoning.
+
+Names the functions that a whole answer calls.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from shared.answer_formats import formats, notations
 from shared.answer_formats.arguments import Argument
 from shared.answer_formats.reader import (
     ARGUMENTS,
+    CALL,
     CONTENT,
     MAX_HEAD,
     MAX_HELD,
@@ -422,6 +425,17 @@ def reasoning_tokens(answer_format: str, ids: Sequence[int], table: Sequence[byt
             first, past = max(bisect_right(ends, start), past), bisect_left(ends, at) + 1
             count += past - first
     return count
+
+
+def called_functions(answer_format: str, ids: Sequence[int], table: Sequence[bytes]) -> list[str]:
+    """The functions that an answer of these tokens calls, each once, in their order. `table`: the bytes of
+    each token."""
+    form, thinking = formats.chosen(answer_format)
+    if form is None:
+        return []
+    data = b"".join(table[i] if i < len(table) else b"" for i in ids)
+    parts = AnswerParser(form, thinking=thinking, tools={}).feed(data.decode("utf-8", "replace"), last=True)
+    return [*dict.fromkeys(part.text for part in parts if part.kind == CALL)]
 
 
 def _reasoning(form: formats.Format, text: str, *, thinking: bool) -> Iterator[str]:

@@ -519,10 +519,16 @@ async def request_all(
 
 
 async def gather(
-    bus: Bus, subject: str, wait_s: float, note: Callable[[Delivery], object], *, body: bytes = b""
+    bus: Bus,
+    subject: str,
+    wait_s: float,
+    note: Callable[[Delivery], object],
+    *,
+    body: bytes = b"",
+    inbox: str = "",
 ) -> bool:
     """Send `body` to all services on `subject`, and give `note` each answer until it returns true or `wait_s`
-    have passed. False if no service runs."""
+    have passed. False if no service runs. `inbox`: of a tenant, for a request in its name."""
     silent, ended = False, asyncio.Event()
 
     def on_answer(delivery: Delivery) -> None:
@@ -531,7 +537,7 @@ async def gather(
         if silent or note(delivery):
             ended.set()
 
-    inbox = bus.new_inbox()
+    inbox = inbox or bus.new_inbox()
     subscription = await bus.subscribe(inbox, on_answer)
     try:
         bus.publish(subject, body, reply=inbox)

@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any, TypeVar
 
 from shared import bodies
-from shared.client.chunks import Content, read_chunks, send_chunks
 from shared.client.client import Client, error_of
 from shared.clock import Clock
 from shared.errors import HeadraceError, Unavailable, UnknownModel, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import NoResponders, RequestTimeout
-from shared.nats.object_store import UnknownFile, content_of, new_id
+from shared.nats.object_store import Content, UnknownFile, content_of, new_id, read_chunks, send_chunks
 
 TRIES = 3  # of a chunk: a keeper may have died with the request
 NO_KEEPER = "no keeper answers (yet): is `headrace up` running, without `--no-durable`? See `headrace status`"

@@ -125,10 +125,15 @@ check = Subject("headrace.store.check.{tenant}.{model}",
     "A tokenizer validates a request that a keeper is about to store", f"{_REQUEST} -> Drawn")
 check_any_tenant = check.of_any_tenant
 state = Subject("headrace.store.state.{tenant}.{request}",
-    "The last checkpoint of a durable request, in stream HR_STATE", "Tokenized | Tokens")
+    "The last savepoint of a durable request, in stream HR_STATE", "Tokenized | Tokens")
 resume = Subject("headrace.store.resume.{tenant}.{model}",
-    "A detokenizer has a durable request go on after its checkpoint", "Tokenized | Tokens -> Frame")
+    "A detokenizer has a durable request go on after its savepoint", "Tokenized | Tokens -> Frame")
 resume_any_tenant = resume.of_any_tenant
+session = Subject("headrace.v1.session.{tenant}.{session}",
+    "A verb for a session of a tenant, by the client's id; each scheduler answers, `unknown` where it is not",
+    "SessionAsked -> SessionState | Refused")
+sessions = Subject("headrace.v1.sessions.{tenant}", "The sessions of a tenant, from each scheduler",
+    "empty -> Sessions")
 trace = Subject("headrace.v1.trace.{request}", "The stages of a request", "text -> Trace")
 policy = Subject("headrace.v1.policy.{scheduler}",
     "The operator changes the policy of a scheduler; the body is `kind=name,...`", "text -> Change")
@@ -136,6 +141,10 @@ set_alias = Subject("headrace.v1.alias.{name}",
     'The operator sets what an alias stands for; the body is `{"model": weight, ...}`', "Targets -> Change")
 alias = Subject("headrace.store.alias.{name}",
     "The last change of an alias: for all that resolve it, and in stream HR_ALIASES", "Alias")
+adapter = Subject("headrace.v1.adapter.{name}",
+    "The operator adds an adapter under a name, or removes it", "AdapterSet -> Change")
+adapter_check = Subject("headrace.store.adapter.{model}",
+    "An executor reads the folder of an adapter: its digest, rank and size", "AdapterNamed -> AdapterFacts")
 sleep = Subject("headrace.v1.sleep.{scheduler}",
     'Executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`', "text -> SleepStates")
 load = Subject("headrace.v1.load.{model}",
@@ -163,10 +172,14 @@ gone = Subject("_R.{actor}.{request}",
     "The reply subject of frames: a 503 of the server on it means that the client has gone", "empty")
 gone_all = Subject("_R.{actor}.*", "The 503s for all frames of a detokenizer")
 _status = Subject("headrace.v1.status", "The states of all services", "empty -> ServiceStatus")
+_sessions = Subject("headrace.v1.sessions", "The sessions of all tenants, from each scheduler",
+    "empty -> Sessions")
 _aliases = Subject("headrace.store.aliases", "The aliases that a tokenizer has", "empty -> Alias")
 # fmt: on
 
 STATUS = _status.every
+SESSIONS = _sessions.every
+SESSION_ALL, SESSIONS_ANY_TENANT = session.every, sessions.every
 ALIASES = _aliases.every
 GENERATE_ALL = generate.every  # the queue group that answers 404
 LOAD_ALL = load.every
@@ -197,6 +210,7 @@ RUNS_ALL = runs.every
 HOOK_ALL = f"{STORE}.hook.>"
 ALIAS_ALL = f"{STORE}.alias.*"
 SET_ALIAS_ALL = f"{PUBLIC}.alias.*"
+ADAPTER_ALL = adapter.every
 _TRACE_TENANT = "tenant "
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from shared.api import read_json
 from shared.errors import BadRequest, HeadraceError
-from shared.openai.call import Call, error_body, error_status, read_call
+from shared.openai.call import Call, answer, error_body, error_status, read_call
 from shared.openai.responses.output import whole as response
 from shared.openai.responses.request import PATH, read
-from shared.openai.whole_answer import answer
 
 MAX_FILE_BYTES = 209_715_200  # 200 MB, as OpenAI has it for a batch
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"  # how one ends

@@ -1,1 +1,1 @@
-"""Traces and metrics: plain data (traces.py, readings.py), export (export.py, metrics.py, otel*.py)."""
+"""Traces and metrics: plain data (traces.py, counters.py), export (export.py, metrics.py, otel*.py)."""

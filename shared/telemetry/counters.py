@@ -7,18 +7,95 @@
 
 `headrace status`, `top` and `kv`, the page and the gateway read a status by the same declarations, and
 docs/reference/metrics.md lists them. A service counts in plain attributes, and needs this only to report.
+What is measured is plain data, MetricPoint and HistogramPoint, before any export.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
-from shared.telemetry.readings import HistogramPoint, MetricPoint
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from shared.errors import WireError
 
 Facts = Mapping[str, Any]  # a status, or a part of one
 RECENT, SECONDS = "last_10_s", "seconds"
+Attributes = tuple[tuple[str, str], ...]
+WINDOW_US = 10_000_000
+SAMPLE_US = 900_000  # just less than a heartbeat interval of a second
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPoint:
+    """The current value of a counter or a gauge."""
+
+    name: str
+    value: float
+    unit: str  # UCUM: "1", "s", "{token}"
+    attributes: Attributes = ()
+    is_counter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramPoint:
+    """A histogram since the start: `counts[i]` values in (bounds[i-1], bounds[i]], the last above them."""
+
+    name: str
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    total: float
+    unit: str
+    attributes: Attributes = ()
+
+
+Metrics = Sequence[MetricPoint | HistogramPoint]
+Report = tuple[str, list[MetricPoint | HistogramPoint]]  # an actor `kind.id` and its metrics
+
+
+@cache
+def _reports() -> TypeAdapter[Report]:
+    return TypeAdapter(Report, config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+def pack(source: str, metrics: Metrics) -> bytes:
+    """The metrics of the actor `source` as a message."""
+    return _reports().dump_json((source, list(metrics)))
+
+
+def unpack(data: bytes) -> Report:
+    """Read a message of `pack`. Raises WireError."""
+    try:
+        return _reports().validate_json(data)
+    except ValidationError as error:
+        raise WireError(f"damaged metrics: {error.error_count()} errors") from None
+
+
+class Recent:
+    """The change of counts within the last WINDOW_US, from a sample at each heartbeat."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, Mapping[str, int]]] = deque()
+
+    def sample(self, now_us: int, counts: Mapping[str, int]) -> None:
+        """Keep the current counts, unless the last sample is younger than SAMPLE_US."""
+        samples = self._samples
+        if not counts or (samples and now_us - samples[-1][0] < SAMPLE_US):
+            return
+        samples.append((now_us, counts))
+        while len(samples) > 1 and samples[1][0] <= now_us - WINDOW_US:
+            samples.popleft()
+
+    def change(self, now_us: int, counts: Mapping[str, int]) -> dict[str, float]:
+        """The increase of each count within the last `seconds`; empty before the first sample."""
+        if not self._samples:
+            return {}
+        since_us, before = self._samples[0]
+        grown = {name: count - before.get(name, 0) for name, count in counts.items()}
+        return {"seconds": round((now_us - since_us) / 1e6, 1), **grown}
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -147,6 +224,9 @@ class GatewayCounter:
     CHUNKS = counter("headrace.gateway.chunks", "{chunk}", "events sent", status="chunks")
     SLOW_READERS = counter("headrace.gateway.slow_readers", "{stream}", "ended: their reader was too slow",
         status="slow_readers")
+    HINTS = counter("headrace.gateway.hints", "{header}",
+        "headers that name a [session](../guides/sessions.md): used, passed over, malformed",
+        attributes=("name", "fate"))
     DURATION = histogram("http.server.request.duration", "s", "first byte to last; 499: its client left",
         per=1, attributes=("http.route", "http.response.status_code"))
     FIRST_CHUNK = histogram("headrace.gateway.time_to_first_chunk", "s", "of streams", per=1,
@@ -244,6 +324,10 @@ class SchedulerCounter:
         status="measured.tokens.preemptions", recent="preemptions")
     MOVES = counter(f"{_S}moves", "{move}", "sequences that [moved](../design/moves.md) to another executor",
         status="measured.tokens.moves")
+    ADAPTER_LOADS = counter(f"{_S}adapter_loads", "{load}",
+        "of [adapters](../guides/adapters.md) into places", status="measured.adapter_loads")
+    ADAPTERS = gauge(f"{_S}adapters", "{place}", "places for adapters; the labels name them",
+        attributes=("max.lora", "waiting.lora.adapters", "running.lora.adapters"), vllm="lora_requests_info")
     ROLE_CHANGES = counter(f"{_S}role_changes", "{change}",
         "of [roles](../design/prefill_decode.md) of executors")
     PREDICTED_TIME = counter(f"{_S}step.predicted_duration", "s",
@@ -434,8 +518,8 @@ class DetokenizerCounter:
     FRAMES = counter(f"{_D}frames", "1", status="frames", recent="frames", load="frames")
     TOKENS = counter(f"{_D}tokens", "1", status="tokens", recent="tokens", load="tokens")
     BACKLOG = gauge(f"{_D}backlog", "By", "bytes not sent yet")
-    CHECKPOINTS = counter(f"{_D}checkpoints", "{checkpoint}", "stored")
-    CHECKPOINTS_FAILED = counter(f"{_D}checkpoints_failed", "{checkpoint}")
+    SAVEPOINTS = counter(f"{_D}checkpoints", "{checkpoint}", "stored")
+    SAVEPOINTS_FAILED = counter(f"{_D}checkpoints_failed", "{checkpoint}")
 
 
 _P = "headrace.keeper."

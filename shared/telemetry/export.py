@@ -8,8 +8,8 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from shared.telemetry import otel
-from shared.telemetry.readings import Metrics
-from shared.telemetry.traces import SpanRecord
+from shared.telemetry.counters import Metrics
+from shared.telemetry.traces import SpanData
 
 EXPORTERS = {  # by their protocols
     (otel.HTTP, otel.GRPC): "shared.telemetry.otel_sdk:build",
@@ -23,7 +23,7 @@ class Tracer(Protocol):
         """For a request with the traceparent `given` ("" for none): the traceparent of its root span, and the
         id of that span's parent."""
 
-    def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
+    def export(self, trace: str, parent_span: str, spans: Sequence[SpanData]) -> None:
         """Send one tree: the traceparent `trace` identifies its root, below `parent_span`. Never blocks."""
 
     def test(self) -> None:

@@ -22,9 +22,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from shared.processes import bind, http_url
-from shared.telemetry.counters import ProcessCounter, SchedulerCounter, declared
+from shared.telemetry.counters import (
+    HistogramPoint,
+    MetricPoint,
+    Metrics,
+    ProcessCounter,
+    SchedulerCounter,
+    declared,
+)
 from shared.telemetry.otel import PROMETHEUS_HOST, PROMETHEUS_PORT, prometheus_address
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VLLM_NAMES = {  # its production metrics, https://docs.vllm.ai/en/stable/usage/metrics

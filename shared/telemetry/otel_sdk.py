@@ -45,9 +45,9 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, T
 from opentelemetry.trace.status import Status, StatusCode
 
 from shared.telemetry import traces
+from shared.telemetry.counters import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.otel import ENDPOINTS, GRPC, METRICS, TRACES, endpoint, log
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
-from shared.telemetry.traces import SpanRecord
+from shared.telemetry.traces import SpanData
 
 SWITCH_S = 0.000_5  # the thread that encodes spans delays the event loop at most this long, instead of 5 ms
 QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each second
@@ -101,7 +101,7 @@ class OtelTracer:
         sampled = decision is Decision.RECORD_AND_SAMPLE
         return traces.make(f"{trace_id:032x}", f"{root:016x}", sampled=sampled), parent
 
-    def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
+    def export(self, trace: str, parent_span: str, spans: Sequence[SpanData]) -> None:
         """Queue one tree of spans."""
         for span in self._readable(trace, parent_span, spans):
             self._processor.on_end(span)
@@ -120,7 +120,7 @@ class OtelTracer:
         trace, _ = self.begin("")
         now_us = time.time_ns() // 1000
         exporter = _exporter(self._protocol, TEST_TIMEOUT_S)
-        spans = self._readable(trace, traces.NO_PARENT, [SpanRecord("headrace start", now_us, now_us, None)])
+        spans = self._readable(trace, traces.NO_PARENT, [SpanData("headrace start", now_us, now_us, None)])
         arrived = False
         with contextlib.suppress(ValueError):  # its last try may begin with no time left
             arrived = exporter.export(spans) is SpanExportResult.SUCCESS
@@ -137,7 +137,7 @@ class OtelTracer:
         """The resource of a service in a span: `kind.id`, or `kind`; "" is this process."""
         return self._resource(self._own if self._own.startswith(component) else component)
 
-    def _readable(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> list[ReadableSpan]:
+    def _readable(self, trace: str, parent_span: str, spans: Sequence[SpanData]) -> list[ReadableSpan]:
         root = _context(trace)
         above = traces.span_number(parent_span)
         ids = [root.span_id, *(_child_id(root.span_id, i) for i in range(1, len(spans)))]

@@ -1,6 +1,6 @@
 """Builds the spans of a request as plain data, and reads and writes traceparents. Pure.
 
-A list of records is one tree: the first is its root, `parent` is an index into the list. Times are wall-clock
+A list of spans is one tree: the first is its root, `parent` is an index into the list. Times are wall-clock
 microseconds. The spans of one request come from the stamps and durations in its messages:
 
     chat smollm2 ─────────────────────────────────────────────────────────────────────
@@ -35,6 +35,7 @@ ROOT = 0
 
 LEAVING_DECISIONS = ("preempt", "requeue", "move")  # decisions that take a sequence off its executor
 RESTORE_DECISION = "restore"  # the decision at the end of one, with its `took_us`
+LOAD_DECISION = "load adapter"  # likewise
 
 HEADER = "traceparent"
 SAMPLED = 1  # bit of the flags
@@ -122,7 +123,7 @@ class SpanEvent:
 
 
 @dataclass(slots=True)
-class SpanRecord:
+class SpanData:
     """One span of a list. `error` is empty for a success."""
 
     name: str
@@ -140,7 +141,7 @@ class SpanRecord:
         return self.end_us - self.start_us
 
 
-def leaves(spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+def leaves(spans: Sequence[SpanData]) -> list[SpanData]:
     """The spans without children."""
     parents = {span.parent for span in spans}
     return [span for i, span in enumerate(spans) if i not in parents]
@@ -168,7 +169,7 @@ def gaps(intervals: Iterable[tuple[int, int]], start: int, end: int) -> list[tup
     return found
 
 
-def to_body(spans: Sequence[SpanRecord]) -> list[dict[str, Any]]:
+def to_body(spans: Sequence[SpanData]) -> list[dict[str, Any]]:
     """The spans as JSON, for `headrace.v1.trace`."""
     return [
         {
@@ -207,7 +208,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class RequestFacts:
     """The data for the spans of a request."""
 
     request: str
@@ -246,67 +247,68 @@ class _Times:
         return cls(t.received_wall_us, handled, sent, arrived, admitted, first, max(closed, first))
 
 
-def request_spans(record: RequestRecord) -> list[SpanRecord]:
+def request_spans(facts: RequestFacts) -> list[SpanData]:
     """The spans of a request that has reached a detokenizer, its root first."""
-    if not record.choices:  # it ended without a Close of its scheduler
-        return _failed_over(record)
-    times = [_Times.of(choice) for choice in record.choices]
+    if not facts.choices:  # it ended without a Close of its scheduler
+        return _failed_over(facts)
+    times = [_Times.of(choice) for choice in facts.choices]
     closed = max(t.closed for t in times)
-    built, sent = max(record.reply.built_us, closed), max(record.reply.sent_us, record.reply.built_us, closed)
-    spans = [_root(record, times[0], sent), *_tokenizer_spans(record, times[0])]
-    for choice, at in zip(record.choices, times, strict=True):
+    built, sent = max(facts.reply.built_us, closed), max(facts.reply.sent_us, facts.reply.built_us, closed)
+    spans = [_root(facts, times[0], sent), *_tokenizer_spans(facts, times[0])]
+    for choice, at in zip(facts.choices, times, strict=True):
         parent = ROOT
-        if len(record.choices) > 1 and at.admitted < at.closed:
+        if len(facts.choices) > 1 and at.admitted < at.closed:
             parent = len(spans)
             spans.append(
-                SpanRecord(f"choice {choice.index}", at.admitted, at.closed, ROOT, _choice_attributes(choice))
+                SpanData(f"choice {choice.index}", at.admitted, at.closed, ROOT, _choice_attributes(choice))
             )
+        _add_adapter_loads(spans, choice, at)
         _add_stages(spans, choice, at, parent)
         _add_decisions(spans[parent], choice, at)
     first_us = min((t.first for t in times if t.first), default=0)
-    if first_us and record.reply.first_us:
-        end = max(record.reply.first_us, first_us)
-        spans.append(_stage("first token", first_us, end, record.detokenizer))
-    if record.reply.built_us:
-        spans.append(_stage("detokenize", closed, built, record.detokenizer))
-    if record.reply.sent_us:
-        spans.append(_send(record, built, sent))
+    if first_us and facts.reply.first_us:
+        end = max(facts.reply.first_us, first_us)
+        spans.append(_stage("first token", first_us, end, facts.detokenizer))
+    if facts.reply.built_us:
+        spans.append(_stage("detokenize", closed, built, facts.detokenizer))
+    if facts.reply.sent_us:
+        spans.append(_send(facts, built, sent))
     return spans
 
 
-def root_attributes(record: RequestRecord) -> dict[str, Value]:
+def root_attributes(facts: RequestFacts) -> dict[str, Value]:
     """The attributes of the root span of any request, answered or refused."""
     attributes: dict[str, Value] = {
-        REQUEST_ID: record.request,
-        TENANT: record.tenant,
-        COMPONENT: record.detokenizer,
-        GEN_AI_OPERATION: OPERATIONS.get(record.format, record.format),
+        REQUEST_ID: facts.request,
+        TENANT: facts.tenant,
+        COMPONENT: facts.detokenizer,
+        GEN_AI_OPERATION: OPERATIONS.get(facts.format, facts.format),
         GEN_AI_PROVIDER: PROVIDER,
-        GEN_AI_REQUEST_MODEL: record.model,
+        GEN_AI_REQUEST_MODEL: facts.model,
         MESSAGING_SYSTEM: NATS,
-        MESSAGING_DESTINATION: subjects.generate(record.tenant, record.model),
+        MESSAGING_DESTINATION: subjects.generate(facts.tenant, facts.model),
         MESSAGING_TEMPLATE: GENERATE_TEMPLATE,
         MESSAGING_OPERATION: "process",
         MESSAGING_OPERATION_TYPE: "process",
         MESSAGING_GROUP: "tokenizer",
-        MESSAGING_MESSAGE_ID: record.request,
+        MESSAGING_MESSAGE_ID: facts.request,
     }
-    if record.error is not None:
-        attributes[ERROR_TYPE] = record.error.type
+    if facts.error is not None:
+        attributes[ERROR_TYPE] = facts.error.type
     return attributes
 
 
-def root_name(record: RequestRecord) -> str:
+def root_name(facts: RequestFacts) -> str:
     """The name of a generative AI span in the semantic conventions."""
-    return f"{OPERATIONS.get(record.format, record.format)} {record.model}"
+    return f"{OPERATIONS.get(facts.format, facts.format)} {facts.model}"
 
 
-def _root(record: RequestRecord, at: _Times, end_us: int) -> SpanRecord:
-    choices, usage = record.choices, record.choices[0].close.usage
-    attributes = root_attributes(record)
+def _root(facts: RequestFacts, at: _Times, end_us: int) -> SpanData:
+    choices, usage = facts.choices, facts.choices[0].close.usage
+    attributes = root_attributes(facts)
     attributes |= {
-        GEN_AI_RESPONSE_MODEL: record.model,
-        GEN_AI_RESPONSE_ID: record.request,
+        GEN_AI_RESPONSE_MODEL: facts.model,
+        GEN_AI_RESPONSE_ID: facts.request,
         GEN_AI_INPUT_TOKENS: usage.prompt_tokens,
         GEN_AI_OUTPUT_TOKENS: sum(choice.tokens for choice in choices),
         GEN_AI_CACHED_TOKENS: usage.cached_tokens,
@@ -315,59 +317,70 @@ def _root(record: RequestRecord, at: _Times, end_us: int) -> SpanRecord:
     }
     if len(choices) > 1:
         attributes[GEN_AI_REQUEST_CHOICES] = len(choices)
-    if record.reply.first_us:
-        attributes[GEN_AI_FIRST_CHUNK_S] = (record.reply.first_us - at.received) / 1e6
-    error = record.error.message if record.error is not None else ""
-    return SpanRecord(root_name(record), at.received, end_us, None, attributes, kind="server", error=error)
+    if facts.reply.first_us:
+        attributes[GEN_AI_FIRST_CHUNK_S] = (facts.reply.first_us - at.received) / 1e6
+    error = facts.error.message if facts.error is not None else ""
+    return SpanData(root_name(facts), at.received, end_us, None, attributes, kind="server", error=error)
 
 
-def _tokenizer_spans(record: RequestRecord, at: _Times) -> list[SpanRecord]:
-    close = record.choices[0].close
+def _tokenizer_spans(facts: RequestFacts, at: _Times) -> list[SpanData]:
+    close = facts.choices[0].close
     tokenize = _stage("tokenize", at.handled, at.sent, "tokenizer")
     tokenize.attributes[GEN_AI_INPUT_TOKENS] = close.usage.prompt_tokens
     return [
-        received(record, at.received, at.handled),
+        received(facts, at.received, at.handled),
         tokenize,
         _stage("transit", at.sent, at.arrived, "scheduler"),
         _stage("queue", at.arrived, at.admitted, "scheduler"),
     ]
 
 
-def received(record: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
+def received(facts: RequestFacts, start_us: int, end_us: int) -> SpanData:
     """The wait in the tokenizer's mailbox."""
     span = _stage("received", start_us, end_us, "tokenizer", kind="consumer")
     span.attributes |= {
         MESSAGING_SYSTEM: NATS,
-        MESSAGING_DESTINATION: subjects.generate(record.tenant, record.model),
+        MESSAGING_DESTINATION: subjects.generate(facts.tenant, facts.model),
         MESSAGING_OPERATION_TYPE: "receive",
     }
     return span
 
 
-def _add_stages(spans: list[SpanRecord], choice: Choice, at: _Times, parent: int) -> None:
+def _add_adapter_loads(spans: list[SpanData], choice: Choice, at: _Times) -> None:
+    """The loads of its adapter, within the wait for admission."""
+    queue = next(i for i, span in enumerate(spans) if span.name == "queue")
+    for decision in choice.close.decisions:
+        if decision.what == LOAD_DECISION:
+            end, numbers = at.arrived + decision.at_us, dict(decision.numbers)
+            start = max(end - numbers.get("took_us", 0), at.arrived)
+            attributes = {**_choice_attributes(choice), WHY: decision.why, **numbers}
+            spans.append(SpanData(LOAD_DECISION, start, end, queue, attributes))
+
+
+def _add_stages(spans: list[SpanData], choice: Choice, at: _Times, parent: int) -> None:
     close = choice.close
     if not close.executor:
         return
     chunks = [(chunk, *_interval(chunk, at)) for chunk in close.chunks]
     prefilled = at.first or at.closed
     prefill = len(spans)
-    spans.append(SpanRecord("prefill", at.admitted, prefilled, parent, _choice_attributes(choice)))
+    spans.append(SpanData("prefill", at.admitted, prefilled, parent, _choice_attributes(choice)))
     for number, (chunk, start, end) in enumerate(chunks, 1):
         inside = not at.first or start <= at.first
         name = f"prefill chunk {number}" if inside else "recompute chunk"
         attributes = {**_choice_attributes(choice), **_batch(chunk)}
-        spans.append(SpanRecord(name, start, end, prefill if inside else parent, attributes))
+        spans.append(SpanData(name, start, end, prefill if inside else parent, attributes))
     kept = [*_preempted_spans(choice, at), *_restores(choice, at)]
     for start, end, decision in kept:
         attributes = {**_choice_attributes(choice), WHY: decision.why, **dict(decision.numbers)}
         inside = not at.first or start <= at.first
-        spans.append(SpanRecord(decision.what, start, end, prefill if inside else parent, attributes))
+        spans.append(SpanData(decision.what, start, end, prefill if inside else parent, attributes))
     if chunks:
         there = [(s, e) for _, s, e in chunks] + [(s, e) for s, e, _ in kept]
         for start, end in gaps(there, at.admitted, prefilled):
-            spans.append(SpanRecord("prefill wait", start, end, prefill, _choice_attributes(choice)))
+            spans.append(SpanData("prefill wait", start, end, prefill, _choice_attributes(choice)))
     if at.first:
-        spans.append(SpanRecord("decode", at.first, at.closed, parent, _decoded(choice)))
+        spans.append(SpanData("decode", at.first, at.closed, parent, _decoded(choice)))
 
 
 def _preempted_spans(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
@@ -410,44 +423,44 @@ def _decoded(choice: Choice) -> dict[str, Value]:
     return attributes
 
 
-def _add_decisions(span: SpanRecord, choice: Choice, at: _Times) -> None:
+def _add_decisions(span: SpanData, choice: Choice, at: _Times) -> None:
     for decision in choice.close.decisions:
         attributes: dict[str, Value] = {WHY: decision.why, CHOICE: choice.index, **dict(decision.numbers)}
         span.events.append(SpanEvent(decision.what, at.arrived + decision.at_us, attributes))
 
 
-def _send(record: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
-    span = _stage("send", start_us, end_us, record.detokenizer, kind="producer")
+def _send(facts: RequestFacts, start_us: int, end_us: int) -> SpanData:
+    span = _stage("send", start_us, end_us, facts.detokenizer, kind="producer")
     span.attributes |= {
         MESSAGING_SYSTEM: NATS,
-        MESSAGING_DESTINATION: record.inbox,
+        MESSAGING_DESTINATION: facts.inbox,
         MESSAGING_TEMPORARY: True,
         MESSAGING_OPERATION_TYPE: "send",
     }
     return span
 
 
-def _failed_over(record: RequestRecord) -> list[SpanRecord]:
-    reply, error = record.reply, record.error
-    opened = max(reply.opened_us, record.received_wall_us)
+def _failed_over(facts: RequestFacts) -> list[SpanData]:
+    reply, error = facts.reply, facts.error
+    opened = max(reply.opened_us, facts.received_wall_us)
     built = max(reply.built_us, opened)
     sent = max(reply.sent_us, built)
     text = error.message if error is not None else ""
-    attributes = root_attributes(record)
-    root = SpanRecord(
-        root_name(record), record.received_wall_us, sent, None, attributes, kind="server", error=text
+    attributes = root_attributes(facts)
+    root = SpanData(
+        root_name(facts), facts.received_wall_us, sent, None, attributes, kind="server", error=text
     )
-    intake = _stage("before the detokenizer", record.received_wall_us, opened, "scheduler")
-    answering = _stage("until its scheduler was lost", opened, built, record.detokenizer)
-    return [root, intake, answering, _send(record, built, sent)]
+    intake = _stage("before the detokenizer", facts.received_wall_us, opened, "scheduler")
+    answering = _stage("until its scheduler was lost", opened, built, facts.detokenizer)
+    return [root, intake, answering, _send(facts, built, sent)]
 
 
 def _choice_attributes(choice: Choice) -> dict[str, Value]:
     return {COMPONENT: f"executor.{choice.close.executor}", CHOICE: choice.index}
 
 
-def _stage(name: str, start_us: int, end_us: int, component: str, kind: str = "internal") -> SpanRecord:
-    return SpanRecord(name, start_us, end_us, ROOT, {COMPONENT: component}, kind=kind)
+def _stage(name: str, start_us: int, end_us: int, component: str, kind: str = "internal") -> SpanData:
+    return SpanData(name, start_us, end_us, ROOT, {COMPONENT: component}, kind=kind)
 
 
 def batch_id(executor: str, step: int) -> str:

@@ -2,34 +2,16 @@
 
 The catalogue has the models with a short name, and their sources for `headrace pull`. Nothing is downloaded
 here: a model that is not on this machine is a SetupError with the searched path and the command to get it.
-
-The key-value header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
-
-The gguf library wraps each string of a vocabulary in NumPy views and takes ten times as long, seconds. This
-reader walks the header once and builds plain Python values. The executor reads the tensors.
-
-The settings for the vector of a text, from the files of sentence-transformers in a model's folder.
-
-    modules.json                        its modules in order: Transformer, Pooling, perhaps Normalize
-    sentence_bert_config.json           of Transformer: how many tokens of a text count, lower case
-    1_Pooling/config.json               of Pooling
-    config_sentence_transformers.json   the text before each text (`default_prompt_name`)
-
-A tokenizer cuts and changes texts by them, an executor pools by them. Read as sentence-transformers 6.2 reads
-them; a key that it does not have, or that Headrace does not follow, is `refused` by name.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import struct
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import SetupError, did_you_mean
@@ -39,6 +21,12 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+METADATA = {  # of a model that is one file, by its suffix
+    ".gguf": "shared.vocab.gguf:read_metadata",
+}
+VECTORS = {  # how the authors of a folder make a vector of a text, by the file that states it
+    "modules.json": "shared.vocab.vectors:settings_in",
+}
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
@@ -189,6 +177,18 @@ def json_object(file: Path) -> dict[str, Any]:
     return found
 
 
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Every metadata key of a model that is one file. Raises SetupError on a damaged file."""
+    found: dict[str, Any] = resolve_name(METADATA[path.suffix])(path)
+    return found
+
+
+def vector_settings(folder: Path) -> VectorSettings:
+    """How the authors of a folder make a vector of a text. Raises SetupError for a damaged file."""
+    found = (resolve_name(read)(folder) for file, read in VECTORS.items() if (folder / file).is_file())
+    return next(found, VectorSettings())
+
+
 def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or Path(model).suffix == ".gguf"
 
@@ -202,156 +202,6 @@ def _checked(path: Path) -> Path:
     return path
 
 
-_STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Every metadata key of the file. Arrays become lists. Raises SetupError on a damaged file."""
-    return read_header(path)[0]
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The metadata, and the byte offset of the tensor directory. Raises like `read_metadata`."""
-    about = path.stat()
-    metadata, end = _header(path, (about.st_ino, about.st_mtime_ns, about.st_size))
-    return dict(metadata), end
-
-
-def forget_header() -> None:
-    """Free what is kept for the next reader of the same file: 10 MB of strings for 49k tokens."""
-    _header.cache_clear()
-
-
-@lru_cache(maxsize=1)  # an executor needs it three times, and a vocabulary takes a tenth of a second
-def _header(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], int]:
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cursor = _Cursor(data)
-            metadata = cursor.header()
-    except (struct.error, IndexError, UnicodeDecodeError, ValueError) as error:
-        raise unreadable(path, "a whole GGUF file", error) from error
-    except SetupError as error:
-        raise SetupError(f"{path} {error.message}") from error
-    if (kind := metadata.get("general.type", "model")) != "model":
-        raise SetupError(f"{path}: this GGUF file is of type {kind!r}, not a model: give a model")
-    if metadata.get("split.count", 0) > 1:  # only the first part has the other keys
-        raise SetupError(
-            f"{path}: this GGUF file is one part of several, which is not supported; join them with "
-            "`llama-gguf-split --merge` and give the result"
-        )
-    return metadata, cursor.at
-
-
-class _Cursor:
-    """A position in the mapped file."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self.at = 0
-
-    def header(self) -> dict[str, Any]:
-        magic, version = self._data[:4], _U32.unpack_from(self._data, 4)[0]
-        if magic == b"GGUF" and version and version & 0xFFFF == 0:
-            raise SetupError(
-                "is a GGUF file of big-endian order, which is not supported; give the usual one, or turn a "
-                "copy around with `gguf-convert-endian FILE little`"
-            )
-        if magic == b"GGUF" and version == 1:
-            raise SetupError(
-                "is a GGUF file of version 1, which is not supported; give one of version 2 or 3"
-            )
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it starts with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
-        count = _U64.unpack_from(self._data, 16)[0]  # after the tensor count
-        self.at = 24
-        return {self._string(): self._value(self._u32()) for _ in range(count)}
-
-    def _u32(self) -> int:
-        self.at += 4
-        return int(_U32.unpack_from(self._data, self.at - 4)[0])
-
-    def _u64(self) -> int:
-        self.at += 8
-        return int(_U64.unpack_from(self._data, self.at - 8)[0])
-
-    def _string(self) -> str:
-        size = self._u64()
-        start, self.at = self.at, self.at + size
-        if self.at > len(self._data):
-            raise ValueError("a string runs past the end")
-        return self._data[start : self.at].decode()
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            inner, count = self._u32(), self._u64()
-            return self._strings(count) if inner == _STRING else self._scalars(inner, count)
-        return self._scalars(kind, 1)[0]
-
-    def _scalars(self, kind: int, count: int) -> list[Any]:
-        if kind not in _SCALARS:
-            raise ValueError(f"unknown value type {kind}")
-        code = "B" if kind == _BOOL else _SCALARS[kind]
-        column: array[Any] = array(code)
-        size = count * column.itemsize
-        column.frombytes(self._data[self.at : self.at + size])
-        if len(column) != count:
-            raise ValueError("an array runs past the end")
-        self.at += size
-        return [bool(v) for v in column] if kind == _BOOL else column.tolist()
-
-    def _strings(self, count: int) -> list[str]:
-        # The two long arrays (tokens, merges) take nearly all the time: one tight loop with local names.
-        data, unpack, at = self._data, _U64.unpack_from, self.at
-        out = []
-        for _ in range(count):
-            start = at + 8
-            at = start + unpack(data, at)[0]
-            out.append(data[start:at].decode())
-        if at > len(data):
-            raise ValueError("a string array runs past the end")
-        self.at = at
-        return out
-
-
-_WHAT = "a configuration of sentence-transformers"
-_MODE = "pooling_mode_"
-_ROOTS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")  # the first is read
-_FORWARD = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-_ANY = object()  # as a value: the key changes no vector
-_FOLLOWED: Mapping[str, object] = {"max_seq_length": _ANY, "do_lower_case": _ANY}
-# Keys with the one value at which they change nothing; null and an empty object do not, either.
-_TRANSFORMER: Mapping[str, object] = {
-    **_FOLLOWED,
-    "transformer_task": "feature-extraction",
-    "modality_config": _FORWARD,
-    "module_output_name": "token_embeddings",
-    "unpad_inputs": _ANY,
-}
-_ARGUMENTS = (
-    "model_args",
-    "model_kwargs",
-    "tokenizer_args",
-    "processor_kwargs",
-    "config_args",
-    "config_kwargs",
-)
-_ARGUMENT = dict.fromkeys(
-    ("trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "add_pooling_layer", "use_fast"),
-    _ANY,
-)
-_POOLING = {"word_embedding_dimension": _ANY, "embedding_dimension": _ANY, "include_prompt": _ANY}
-_WHOLE = {
-    "__version__": _ANY, "prompts": _ANY, "default_prompt_name": _ANY, "similarity_fn_name": _ANY,
-    "requirements": _ANY, "model_type": "SentenceTransformer",
-}  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorSettings:
     """How the authors make a vector. Every field is empty in a folder without modules.json."""
@@ -361,111 +211,3 @@ class VectorSettings:
     lower_case: bool = False  # texts are in lower case before the tokenizer
     prompt: str = ""  # before each text
     refused: str = ""  # what is not followed here, by name
-
-
-def vector_settings(folder: Path) -> VectorSettings:
-    """The settings of a folder. Raises SetupError for a file that is damaged."""
-    file = folder / "modules.json"
-    if not file.is_file():
-        return VectorSettings()
-    try:
-        modules = json.loads(file.read_text("utf-8"))
-        if refused := _unknown_module(modules):
-            return VectorSettings(refused=refused)
-        pooling = _read(folder / str(modules[1]["path"]) / "config.json", needed=True) if modules[1:] else {}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise unreadable(file, _WHAT, error) from error
-    roots = (folder / f"sentence_{root}_config.json" for root in _ROOTS)
-    transformer = next(filter(None, map(_read, roots)), {})
-    whole = _read(folder / "config_sentence_transformers.json")
-    most, prompt = _most_tokens(folder, transformer), _prompt(whole)
-    unknown = [*_unknown(transformer, pooling, whole), *_impossible(pooling, most, prompt)]
-    return VectorSettings(
-        pooling=_modes(pooling) if modules[1:] else (),
-        most_tokens=most or 0,
-        lower_case=bool(transformer.get("do_lower_case")),
-        prompt=prompt or "",
-        refused=min(unknown, default=""),
-    )
-
-
-def _unknown_module(modules: Sequence[Mapping[str, Any]]) -> str:
-    """The first module that is not followed, or not in its place: empty if all are."""
-    expected = ("Transformer", "Pooling", "Normalize")
-    for i, module in enumerate(modules):
-        library, _, kind = str(module["type"]).rpartition(".")
-        if kind != expected[min(i, 2)] or library.partition(".")[0] != "sentence_transformers":
-            return f"a module {module['type'] if kind in expected else kind}"
-        if kind == "Transformer" and module["path"]:
-            return f"path = {module['path']!r} of its Transformer"
-        for key in module.keys() - {"idx", "name", "path", "type"}:
-            if module[key]:
-                return f"{key} = {module[key]!r:.60} in modules.json"
-    return ""
-
-
-def _unknown(*given: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of the three files that may change a vector, and are not followed."""
-    transformer, pooling, whole = given
-    flat = {key: value for key, value in transformer.items() if key not in _ARGUMENTS}
-    modes = dict.fromkeys((key for key in pooling if key.startswith("pooling_mode")), _ANY)
-    files = [
-        ("sentence_bert_config.json", flat, _TRANSFORMER),
-        ("1_Pooling/config.json", pooling, {**_POOLING, **modes}),
-        ("config_sentence_transformers.json", whole, _WHOLE),
-    ]
-    files += [
-        (f"{name} of sentence_bert_config.json", transformer.get(name) or {}, _ARGUMENT)
-        for name in _ARGUMENTS
-    ]
-    for name, found, known in files:
-        for key, value in found.items() if isinstance(found, dict) else [(name, found)]:
-            wanted = known.get(key)
-            if value not in (None, {}) and wanted is not _ANY and value != wanted:
-                yield f"{key} = {value!r:.60} in {name}"
-
-
-def _impossible(pooling: Mapping[str, Any], most: int | None, prompt: str | None) -> Iterator[str]:
-    if most is None:
-        yield "max_seq_length, which is no positive number"
-    if prompt is None:
-        yield "default_prompt_name, which names none of the prompts"
-    if prompt and pooling.get("include_prompt") is False:
-        yield "include_prompt = False beside a default_prompt_name"
-
-
-def _modes(pooling: Mapping[str, Any]) -> tuple[str, ...]:
-    if "pooling_mode" in pooling:
-        mode = pooling["pooling_mode"]
-        return tuple(map(str, mode)) if isinstance(mode, list) else (str(mode),)
-    on = tuple(key.removeprefix(_MODE) for key, value in pooling.items() if key.startswith(_MODE) and value)
-    return on or ("mean",)
-
-
-def _prompt(whole: Mapping[str, Any]) -> str | None:
-    """The text before each text; None if it has a name alone."""
-    name, prompts = whole.get("default_prompt_name"), whole.get("prompts")
-    found = prompts.get(name) if isinstance(prompts, dict) else None
-    return "" if name is None else found if isinstance(found, str) else None
-
-
-def _most_tokens(folder: Path, transformer: Mapping[str, Any]) -> int | None:
-    """What `max_seq_length` states, else the tokenizer's and the model's limits together, 0 without any; None
-    for what is no limit."""
-    stated = transformer.get("max_seq_length")
-    if stated is not None:
-        return stated if type(stated) is int and stated > 0 else None
-    limits = (
-        _read(folder / "tokenizer_config.json").get("model_max_length"),
-        _read(folder / "config.json").get("max_position_embeddings"),
-    )
-    return int(min((each for each in limits if isinstance(each, int | float) and each > 0), default=0))
-
-
-def _read(file: Path, *, needed: bool = False) -> dict[str, Any]:
-    if not needed and not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise unreadable(file, _WHAT, error) from error

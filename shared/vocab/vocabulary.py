@@ -4,11 +4,7 @@ Decoding is defined on bytes: each token is a byte string, empty for special tok
 concatenation decoded as UTF-8, with U+FFFD for invalid bytes (the maximal-subpart rule of Unicode 3.9, which
 both Python and Hugging Face's decoder follow). So decoding token by token equals decoding the whole.
 
-`hf_parts` reads a Hugging Face folder, `gguf_parts` a GGUF file, of two families: byte-level BPE (`gpt2`:
-GPT-2, Llama 3, Qwen, SmolLM), and SentencePiece BPE with byte fallback (`llama`: Llama 2, Mistral) with
-merges derived from the tokens' scores. llama.cpp's name in `tokenizer.ggml.pre` selects the split of text
-into words before BPE; each entry of _BY_NAME is the pipeline of the model's own tokenizer.json (llama.cpp's
-`llama-vocab.cpp` has the same patterns).
+`hf_parts` reads a Hugging Face folder, the functions of FILES a model that is one file (gguf.py).
 """
 
 from __future__ import annotations
@@ -19,38 +15,24 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from shared.errors import SetupError
-from shared.vocab.files import (
-    ModelFiles,
-    VectorSettings,
-    json_object,
-    read_metadata,
-    unreadable,
-    vector_settings,
-)
+from shared.vocab.files import ModelFiles, VectorSettings, json_object, unreadable, vector_settings
 
+FILES = {  # the vocabulary of a model that is one file, by its suffix
+    ".gguf": "shared.vocab.gguf:gguf_parts",
+}
 _FILLS = re.compile(r"\[PAD\d+\]")  # of llama.cpp's converter
 _LOOKS_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 _MARKUP = re.compile(r"</?[a-z_]+>")
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
-_SPECIAL = (_UNKNOWN, _CONTROL)
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Tokens with these names end a text, for any token type in the file. llama.cpp's list without `</s>` and the
-# like, which are text in some vocabularies (where they are the end, a key names them).
-_END_NAMES = frozenset(
-    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"}
-    | {"<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "<｜end▁of▁sentence｜>"}
-)
-_HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` ends only a part of an answer
 # Special for any entry in tokenizer.json, in transformers' order; absent ones get the next ids.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TO_LETTERS = str.maketrans("0123456789", "ghijklmnop")
@@ -59,11 +41,6 @@ _TO_DIGITS = str.maketrans("ghijklmnop", "0123456789")
 _OF_BERT = ("BertTokenizer", "BertTokenizerFast", "bert")
 _OF_ROBERTA = ("RobertaTokenizer", "RobertaTokenizerFast", "roberta")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")  # of an added token
-
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +71,8 @@ class VocabularyParts:
 
 def load_vocabulary(files: ModelFiles) -> Vocabulary:
     """The vocabulary of a model. Raises SetupError if it is missing or of an unknown family."""
-    return Vocabulary(gguf_parts(files.path) if files.is_gguf else hf_parts(files.path))
+    read = resolve_name(FILES[files.path.suffix]) if files.is_gguf else hf_parts
+    return Vocabulary(read(files.path))
 
 
 class Vocabulary:
@@ -507,138 +485,9 @@ def _text_of(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 
-def gguf_parts(path: Path) -> VocabularyParts:
-    """Read the vocabulary of a GGUF file's metadata. Raises SetupError for a family that is not supported."""
-    data = read_metadata(path)
-    builders: dict[str, Callable[[dict[str, Any]], Callable[[Mapping[str, str]], Tokenizer]]] = {
-        "gpt2": _byte_level,
-        "llama": _sentencepiece,
-    }
-    model = data.get("tokenizer.ggml.model", "")
-    if model not in builders:
-        raise SetupError(f"{path} has a {model!r} vocabulary; Headrace reads {' and '.join(builders)}")
-    tokens: list[str] = data["tokenizer.ggml.tokens"]
-    ends = _gguf_ends(data)
-    kinds: list[int] = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    kinds = [_CONTROL if i in ends else kind for i, kind in enumerate(kinds)]
-    data["tokenizer.ggml.token_type"] = kinds
-    bos = data.get("tokenizer.ggml.bos_token_id")
-    bos = bos if bos in range(len(tokens)) else None  # 2**32 - 1 stands for none
-    begins = model == "llama" or can_skip_merges(data.get("tokenizer.ggml.pre", ""))
-    add_bos = data.get("tokenizer.ggml.add_bos_token", begins)
-    return VocabularyParts(
-        tokens=tokens,
-        special=frozenset(i for i, kind in enumerate(kinds) if kind in _SPECIAL),
-        added=frozenset(i for i, kind in enumerate(kinds) if kind in (*_SPECIAL, _USER_DEFINED)),
-        byte_level=model == "gpt2",
-        space_before=model == "llama" and bool(data.get("tokenizer.ggml.add_space_prefix", True)),
-        build=builders[model](data),
-        prefix_ids=(bos,) if add_bos and bos is not None else (),
-        suffix_ids=ends[:1] if data.get("tokenizer.ggml.add_eos_token") else (),
-        bos_id=bos,
-        eos_ids=ends,
-        chat_template=data.get("tokenizer.chat_template", ""),
-        context_tokens=int(data.get(f"{data.get('general.architecture')}.context_length", 0)),
-    )
-
-
-def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
-    """The end ids: those of the keys, `eos_token_id` first, then those of _END_NAMES."""
-    tokens: list[str] = data["tokenizer.ggml.tokens"]
-    keyed = [data[f"tokenizer.ggml.{key}"] for key in _END_KEYS if f"tokenizer.ggml.{key}" in data]
-    names = _END_NAMES.intersection(tokens)
-    if names >= _HARMONY:
-        names -= {"<|end|>"}
-    named = [i for i, token in enumerate(tokens) if token in names]
-    return tuple(dict.fromkeys(i for i in (*keyed, *named) if 0 <= i < len(tokens)))
-
-
-def _needed(data: dict[str, Any], key: str) -> Any:
-    """What a tokenizer cannot do without; an executor can. Raises SetupError."""
-    if (found := data.get(f"tokenizer.ggml.{key}")) is None:
-        raise SetupError(
-            f"the GGUF file has no tokenizer.ggml.{key}, which a tokenizer needs; fetch it again"
-        )
-    return found
-
-
-def _byte_level(data: dict[str, Any]) -> Callable[[Mapping[str, str]], Tokenizer]:
-    pre = data.get("tokenizer.ggml.pre", "")
-    pipeline = pre_tokenizer(pre)  # here, so that an unknown name fails at start
-
-    def build(names: Mapping[str, str]) -> Tokenizer:
-        tokens, merges = data["tokenizer.ggml.tokens"], _needed(data, "merges")
-        model = BPE(
-            vocab={names.get(token, token): i for i, token in enumerate(tokens)},
-            merges=_without(names, (merge.split(" ", 1) for merge in merges)),
-            ignore_merges=can_skip_merges(pre),
-        )
-        tokenizer = Tokenizer(model)
-        tokenizer.pre_tokenizer = pipeline
-        if "qwen" in pre:
-            tokenizer.normalizer = normalizers.NFC()
-        tokenizer.decoder = decoders.ByteLevel()
-        _add_special(tokenizer, data, names)
-        return tokenizer
-
-    return build
-
-
-def _sentencepiece(data: dict[str, Any]) -> Callable[[Mapping[str, str]], Tokenizer]:
-    tokens = data["tokenizer.ggml.tokens"]
-
-    @cache
-    def merges() -> list[tuple[str, str]]:
-        return merges_from_scores(tokens, _needed(data, "scores"))
-
-    def build(names: Mapping[str, str]) -> Tokenizer:
-        unknown = tokens[data.get("tokenizer.ggml.unknown_token_id", 0)]
-        model = BPE(
-            vocab={names.get(token, token): i for i, token in enumerate(tokens)},
-            merges=_without(names, merges()),
-            unk_token=names.get(unknown, unknown),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-        tokenizer = Tokenizer(model)
-        steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
-        if data.get("tokenizer.ggml.add_space_prefix", True):
-            steps.insert(0, normalizers.Prepend("▁"))
-        tokenizer.normalizer = normalizers.Sequence(steps)
-        _add_special(tokenizer, data, names)
-        return tokenizer
-
-    return build
-
-
-def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """BPE merges in SentencePiece's order: all splits of each token into two tokens, by the score of the
-    token (higher first)."""
-    ids = {token: i for i, token in enumerate(tokens)}
-    ranked = []
-    for i, token in enumerate(tokens):
-        for cut in range(1, len(token)):
-            left, right = ids.get(token[:cut]), ids.get(token[cut:])
-            if left is not None and right is not None:
-                ranked.append((-scores[i], i, left, right))
-    ranked.sort()
-    return [(tokens[left], tokens[right]) for _, _, left, right in ranked]
-
-
-def _without(names: Mapping[str, str], merges: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
+def kept_merges(names: Mapping[str, str], merges: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
     """The merges from and to other tokens than those with other names."""
     return [(left, right) for left, right in merges if names.keys().isdisjoint((left, right, left + right))]
-
-
-def _add_special(tokenizer: Tokenizer, data: dict[str, Any], names: Mapping[str, str]) -> None:
-    tokens, kinds = data["tokenizer.ggml.tokens"], data.get("tokenizer.ggml.token_type", [])
-
-    def added(wanted: tuple[int, ...], special: bool) -> list[AddedToken]:
-        chosen = (token for token, kind in zip(tokens, kinds, strict=False) if kind in wanted)
-        return [AddedToken(names.get(t, t), special=special, normalized=False) for t in chosen]
-
-    tokenizer.add_special_tokens(added(_SPECIAL, special=True))
-    tokenizer.add_tokens(added((_USER_DEFINED,), special=False))
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
@@ -652,54 +501,10 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     else:  # Unigram
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if "merges" in model:
-        model["merges"] = _without(names, model["merges"])
+        model["merges"] = kept_merges(names, model["merges"])
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     for token in source["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     source["post_processor"] = None  # it adds tokens by name around a text, which no caller needs
     return Tokenizer.from_str(json.dumps(source))
-
-
-def pre_tokenizer(pre: str) -> PreTokenizer:
-    """The pre-tokenizer of a byte-level BPE model. Raises SetupError for an unknown name."""
-    make = _BY_NAME.get(pre)
-    if make is None:
-        known = ", ".join(sorted(_BY_NAME))
-        raise SetupError(
-            f"this GGUF file has the unknown pre-tokenizer {pre!r} (known: {known}); use the "
-            "model's Hugging Face folder with its tokenizer.json"
-        )
-    return make()
-
-
-def can_skip_merges(pre: str) -> bool:
-    """True if a word that is a token needs no merges (Llama 3)."""
-    return pre in ("llama-bpe", "llama3", "llama-v3")
-
-
-def _gpt2() -> PreTokenizer:
-    return ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> PreTokenizer:
-    return Sequence([Digits(individual_digits=True), _gpt2()])
-
-
-def _words(digits: str) -> Callable[[], PreTokenizer]:
-    def make() -> PreTokenizer:
-        split = Split(Regex(_WORDS % digits), behavior="isolated")
-        return pre_tokenizers.Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-
-    return make
-
-
-_BY_NAME: dict[str, Callable[[], PreTokenizer]] = {
-    "gpt-2": _gpt2,
-    "smollm": _smollm,
-    "llama-bpe": _words("{1,3}"),
-    "llama3": _words("{1,3}"),
-    "llama-v3": _words("{1,3}"),
-    "qwen2": _words(""),
-    "deepseek-r1-qwen": _words(""),
-}

@@ -15,8 +15,7 @@ from support.executor.engine_pair import KIND, PROMPT, WITHIN_S, Driven, Make, W
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_models import save_tiny
 
-from services.executor.engine import Backend
-from services.executor.sampling.logits_processors import MakeProcessor
+from services.executor.engine import Backend, MakeProcessor
 from shared.messages import Sampling
 
 HOT = Sampling(temperature=1.5)

@@ -19,7 +19,6 @@ from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.membership import NEEDED
 from shared.actor.runtime import Runtime
 from shared.api import run_of
-from shared.checkpoints import body_hash
 from shared.client.client import Client
 from shared.clock import SystemClock
 from shared.errors import (
@@ -39,6 +38,7 @@ from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery, NoResponders
 from shared.nats.jetstream import JetStream
 from shared.replies import error_reply, to_json
+from shared.savepoints import body_hash
 
 BODY = {"prompt": "Hi", "request_id": "r"}
 
@@ -224,7 +224,7 @@ async def test_record_names_the_other_model_that_answered(
     assert (record["status"], record.get("model_changed", False)) == ("completed", changed)
 
 
-async def test_a_request_goes_on_after_its_checkpoint_which_then_goes(world: World) -> None:
+async def test_a_request_goes_on_after_its_savepoint_which_then_goes(world: World) -> None:
     first = await world.opened()
     asked = await world.bus.request(f"$JS.API.STREAM.INFO.{subjects.STATE_STREAM}", b"", timeout_us=5_000_000)
     config = json.loads(asked.data)["config"]

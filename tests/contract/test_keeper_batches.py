@@ -16,7 +16,6 @@ from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
 from shared.aliases import Alias
-from shared.client.chunks import CHUNK_BYTES
 from shared.client.client import Client
 from shared.client.file_client import FileClient, asked
 from shared.clock import SystemClock
@@ -25,7 +24,7 @@ from shared.nats import object_store, subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 from shared.nats.jetstream import JetStream
-from shared.nats.object_store import ObjectStore, UnknownFile, new_id
+from shared.nats.object_store import CHUNK_BYTES, ObjectStore, UnknownFile, new_id
 from shared.replies import error_reply, to_json
 
 ENDED = ("completed", "failed", "expired", "cancelled")

@@ -20,7 +20,7 @@ from support.source_tree import ROOT
 
 from services.launcher.serve import KINDS
 from shared.config import PREFIX, Settings
-from shared.nats.access import SERVICES
+from shared.nats.permissions import SERVICES
 
 VERSION = kubernetes_validate.latest_version()
 CUSTOM = {"ScaledObject", "ServiceMonitor"}

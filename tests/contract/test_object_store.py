@@ -13,12 +13,11 @@ import pytest
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
-from shared.client.chunks import CHUNK_BYTES, lines_of
 from shared.errors import EngineError
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.nats.jetstream import JetStream, StreamFull, Taken
-from shared.nats.object_store import STREAM, ObjectStore, UnknownFile, new_id
+from shared.nats.object_store import CHUNK_BYTES, STREAM, ObjectStore, UnknownFile, lines_of, new_id
 
 FILE = new_id("file-", 1)
 

@@ -30,10 +30,10 @@ from shared.config import load
 from shared.errors import SetupError, Unavailable
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
-from shared.nats.access import SERVICES
 from shared.nats.bus import NatsBus
 from shared.nats.interface import BusFault, Delivery
 from shared.nats.jetstream import JetStream
+from shared.nats.permissions import SERVICES
 
 FLEET = "default"
 
@@ -290,7 +290,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         assert await may_read(nc, refused, "headrace.store.runs.*.*") == (kind == "keeper")
 
 
-async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_them(users: Path) -> None:
+async def test_a_detokenizer_stores_savepoints_and_a_keeper_reads_and_removes_them(users: Path) -> None:
     limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
     server = servers.start(limits=limits, extra=credentials.authorization(users, FLEET))
     connect = NatsBus.connect

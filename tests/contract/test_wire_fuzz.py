@@ -209,7 +209,20 @@ FLAWED: list[tuple[Any, str]] = [
     (but(OPENED, stop=("",)), "a stop string is empty"),
     (but(SAMPLES["Close"], final=-1), "its final index is negative, or its vector damaged"),
     (but(SAMPLES["Close"], vector=b"abc"), "its final index is negative, or its vector damaged"),
-    (but(SAMPLES["Ended"], index=-1), "its index is negative"),
+    (but(SAMPLES["Ended"], index=-1), "its index is negative, or its calls are too many or too long"),
+    (
+        but(SAMPLES["Ended"], calls=("c",) * 9),
+        "its index is negative, or its calls are too many or too long",
+    ),
+    (
+        but(SAMPLES["Ended"], calls=("c" * 65,)),
+        "its index is negative, or its calls are too many or too long",
+    ),
+    (
+        but(SAMPLES["SessionVerb"], verb="pin"),
+        "it has no session, a negative time or a verb beyond state, release, prefetch, keep",
+    ),
+    (but(ASKED, keep_us=-1), "its age, min_tokens, expects_tokens or keep_us is negative"),
     (but(SLOT, slot=-1), "slot, max_length, min_tokens, pooling or seed is out of range"),
     (but(SLOT, pooling=-2), "slot, max_length, min_tokens, pooling or seed is out of range"),
     (but(ASKED, pooling=-2), "its pooling is out of range"),

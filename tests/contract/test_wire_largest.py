@@ -157,6 +157,8 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
         "Detached": lambda: but(kind, seqs=many),
         "KvRelease": lambda: but(kind, jobs=many),
         "KvGone": lambda: but(kind, keys=bytes(32 * count)),
+        "KvForget": lambda: but(kind, **names(kind), keys=bytes(32 * count)),
+        "KvTouch": lambda: but(kind, **names(kind), keys=bytes(32 * count)),
         "KvCommit": lambda: but(kind, written=many),
         "KvStored": lambda: but(kind, tiers=many),
         "KvReserved": lambda: but(kind, offsets=longs([2**62]) * count),
@@ -182,7 +184,10 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
 
 
 PAGED = ("Open", "SlotOpen", "Tokenized")
-TIERS = ("KvCopy", "KvFound", "KvLookup", "KvPrefetch", "KvReady", "KvReserve", "PeerFound", "PeerLookup")
+TIERS = (
+    "KvCopy", "KvForget", "KvFound", "KvLookup", "KvPrefetch", "KvReady", "KvReserve", "KvTouch", "PeerFound",
+    "PeerLookup",
+)  # fmt: skip
 ROWS = (
     "Close", "Detached", "KvCommit", "KvGone", "KvRelease", "KvReserved", "KvStored", "PromptTokens",
     "StepPlan", "StepResult", "Tokens", *TIERS,

@@ -23,7 +23,7 @@ from loadtest import faults
 from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
-from shared.nats import access
+from shared.nats import access, permissions
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "The river turns the wheel, and the wheel turns the mill. " * 8
@@ -197,7 +197,7 @@ def test_the_operators_commands_work_without_a_flag(guarded: Up, tmp_path: Path)
     assert answer["usage"]["completion_tokens"] == 3
     status = json.loads(run(guarded, "status", "--json").stdout)
     kinds = {s["kind"] for s in status["services"]}
-    assert kinds == {*access.SERVICES} - {"keeper"}  # `--no-durable`
+    assert kinds == {*permissions.SERVICES} - {"keeper"}  # `--no-durable`
     assert "@" not in json.dumps(status)  # no passwords
     traced = run(guarded, "trace", answer["id"])
     assert "tokenize" in traced.stdout

@@ -10,7 +10,8 @@ from support.text_models import gpt2_char, plain_bpe
 from services.tokenizer.actor import load_model
 from services.tokenizer.prepare import ServedModel, encode_prompt, read_request
 from shared.config import Settings
-from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, models_dir, read_metadata
+from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, models_dir
+from shared.vocab.gguf import read_metadata
 
 SYSTEM = "1 9690 198 2683 359 253 5356 5646 11173 3365 3511 308 34519 28 7018 411 407 19712 8182 2 198"
 PROMPTS = {

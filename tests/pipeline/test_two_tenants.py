@@ -178,7 +178,9 @@ async def test_no_path_and_no_verb_reads_or_ends_what_another_tenant_has(world: 
     assert (await world.call("bob", "POST", "/v1/batches", json=fields)).status_code in (400, 404)
     of_models = {"generate", "submit", "tokenize", "detokenize", "models"}
     verbs = access._IN_A_NAME - of_models - {"forward", "done"}  # those two go between keepers
-    assert verbs == {"attach", "batches", "cancel", "delete", "files", "keep", "result"}
+    assert verbs == {
+        "attach", "batches", "cancel", "delete", "files", "keep", "result", "session", "sessions",
+    }  # fmt: skip
     for verb in sorted(verbs):
         names = {"files": ("show", "list", "read", "delete"), "batches": ("show", "list", "cancel")}.get(
             verb, ids

@@ -15,14 +15,14 @@ from shared.nats import subjects
 from shared.nats.access import PUBLIC
 from shared.nats.subjects import Subject
 from shared.openai import batch_lines
-from shared.telemetry import readings
+from shared.telemetry import counters
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "subjects.md"
 READ = {"json.loads", "json.load", "from_json"}
 READ_MODELS = ("validate_json", "load_json")
 WRITTEN = ("publish", "request", "create", "replace", "send")
 JSON_ELSEWHERE = (
-    "shared/bodies.py", "shared/api.py", "shared/telemetry/readings.py",  # codecs of bodies
+    "shared/bodies.py", "shared/api.py", "shared/telemetry/counters.py",  # codecs of bodies
     "services/gateway/",  # the HTTP dialects
     "shared/vocab/", "services/executor/checkpoint/", "services/executor/encoder/",  # files of models
     "shared/answer_formats/", "services/tokenizer/chat_template.py", "services/tokenizer/template_probe.py",
@@ -32,7 +32,7 @@ JSON_ELSEWHERE = (
     "services/executor/cpu/autotune.py",
     "services/launcher/commands/chat.py", "services/launcher/commands/submit.py",  # files of a user
 )  # fmt: skip
-MODULES = (bodies, api, messages, codec, readings, aliases, batch_lines)  # of the types that subjects carry
+MODULES = (bodies, api, messages, codec, counters, aliases, batch_lines)  # of the types that subjects carry
 WITHOUT_A_NAME = ("PUBLIC", "STORE", "MODELS", "HEARTBEAT_REQUEST_ALL_FLEETS")  # or shorter by one
 PARTS_OF_OTHERS = {"work_of", "hooks_of", "file_part_any_tenant", "mailbox_all", "heartbeat_all", "gone_all"}
 

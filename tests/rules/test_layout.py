@@ -28,8 +28,8 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "executors", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
-            "prefix_cache", "recovery", "results", "speculation", "step_planner",
+            "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding",
+            "overlap", "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -41,7 +41,7 @@ LAYERS = {
         ("model",),
         ("checkpoint",),
         ("quantised",),
-        ("kv_transfer", "sim"),
+        ("kv_transfer", "sim", "adapters"),
         ("cpu", "cuda"),
         ("encoder", "group"),
         ("actor",),
@@ -61,14 +61,18 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
-    "services/scheduler/reports/", "services/scheduler/speculation.py",
-    "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
+    "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
+    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/speculation.py",
+    "services/detokenizer/durable/", "services/detokenizer/clients.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
-    "services/tokenizer/structured_output.py", "shared/nats/jetstream.py",
-    "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
+    "services/tokenizer/structured_output.py", "services/tokenizer/template_probe.py",
+    "shared/nats/jetstream.py",
+    "shared/nats/object_store.py", "shared/nats/permissions.py", "services/executor/cpu/autotune.py",
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
-    "services/executor/quantised/",
+    "services/executor/sampling/logits_processors.py",
+    "services/executor/quantised/", "shared/vocab/gguf.py", "shared/vocab/vectors.py",
+    "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.

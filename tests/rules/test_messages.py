@@ -9,7 +9,10 @@ from support.source_tree import PRODUCT, product
 
 from shared import codec
 
-COMING = {"PromptTokens"}  # log probabilities of prompts
+COMING = {
+    "PromptTokens",  # log probabilities of prompts
+    "KvForget", "KvTouch",  # sessions of agents
+}  # fmt: skip
 
 
 def test_every_kind_has_a_sender_and_a_receiver() -> None:

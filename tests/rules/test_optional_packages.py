@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 _PROGRAM = """
 import importlib, sys
@@ -38,3 +41,13 @@ def test_a_module_does_not_import_what_it_may_not_need(module: str, packages: li
         [sys.executable, "-c", _PROGRAM, module, *packages], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not imported
+
+
+def test_the_lock_for_gpus_differs_by_torch_and_its_triton_alone() -> None:
+    """Its torch and Triton are those that the kernels were measured with."""
+    plain, cuda = (
+        {line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")}
+        for name in ("constraints.txt", "constraints-cuda.txt")
+    )
+    assert {line.partition("==")[0] for line in plain ^ cuda} == {"torch", "triton"}
+    assert {"torch==2.11.0", "triton==3.6.0"} <= cuda

@@ -20,7 +20,7 @@ import transformers  # its models are imported when one is made
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
-from shared.vocab.vocabulary import merges_from_scores, pre_tokenizer
+from shared.vocab.gguf import merges_from_scores, pre_tokenizer
 from support.executor.tiny_gguf import write_model
 from support.text_models import TEXT
 

@@ -53,7 +53,7 @@ QUESTIONS = (
     ),
     Question(
         "how a block reaches Redis",
-        13,
+        12,
         (
             "services/scheduler/kv_tiers/store.py:copy_dirty",
             "shared/messages.py:KvReserve",
@@ -62,7 +62,6 @@ QUESTIONS = (
             "services/executor/actor.py:receive",
             "services/executor/kv_transfer/worker.py:queue_copy",
             "services/executor/kv_transfer/copiers.py:HostCopier",
-            "services/scheduler/kv_tiers/hosts.py:on_copied",
             "services/kv_offload/state.py:use",
             "services/kv_offload/l2/dispatch.py:pump",
             "services/kv_offload/actor.py:_execute",
@@ -72,13 +71,12 @@ QUESTIONS = (
     ),
     Question(
         "what happens when an executor dies",
-        6,
+        5,
         (
             "shared/actor/membership.py:Peers",
             "shared/actor/runtime.py:upkeep",
             "services/scheduler/actor.py:on_peer_gone",
             "services/scheduler/recovery.py:drop_executor",
-            "services/scheduler/kv_tiers/hosts.py:on_executor_gone",
             "services/scheduler/preemption.py:requeue",
         ),
     ),

@@ -9,6 +9,7 @@ blocks comes the spare block: rows of finished sequences and padding write there
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import mmap
 from collections.abc import Iterator
@@ -27,12 +28,15 @@ from services.executor.parallel.coroutines import run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from shared.errors import SetupError
 from shared.messages import Ints
-from shared.processes import available_bytes
+from shared.processes import available_bytes, memory_limit
+
+log = logging.getLogger("headrace.executor")
 
 LAYOUT = "block.layer.kv.token.head.dim"
 _CPU_BYTES = 1 << 30  # at most, and at most a quarter of the free memory
 _CPU_L1_BYTES = 2 << 30  # at most; what L1 takes beside the cache of a CPU, here in the cache itself
 _GPU_SHARE = 0.9  # of the free memory after the weights are loaded; the rest is for activations
+_CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries in a process, which torch does not count
 TOKENS = 128  # of the pass that finds the scales of fp8
 _STRIDE = 7919  # a prime: spreads the tokens of that pass over the vocabulary
 HEADROOM = (
@@ -94,15 +98,47 @@ def block_bytes(shapes: Shapes, block_tokens: int, dtype: torch.dtype) -> int:
     return shapes.layers * 2 * block_tokens * shapes.kv_heads * shapes.head_dim * dtype.itemsize
 
 
-def fitting_blocks(size_bytes: int, device: torch.device, most: int, *, only_tier: bool = False) -> int:
-    """How many blocks of `size_bytes` fit into the free memory, at most `most`. `only_tier`: a CPU's cache
-    takes the share of L1, too."""
-    if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
-    else:
-        quarter = available_bytes() // 4
-        budget = min(quarter, _CPU_BYTES) + (min(quarter, _CPU_L1_BYTES) if only_tier else 0)
+def fitting_blocks(size_bytes: int, most: int, *, only_tier: bool = False) -> int:
+    """How many blocks of `size_bytes` fit into the free memory of a CPU, at most `most`. `only_tier`: the
+    cache takes the share of L1, too."""
+    quarter = available_bytes() // 4
+    budget = min(quarter, _CPU_BYTES) + (min(quarter, _CPU_L1_BYTES) if only_tier else 0)
     return max(1, min(budget // size_bytes - 1, most))
+
+
+def gpu_blocks(
+    size_bytes: int, device: torch.device, most: int, beside_bytes: int, limit: str, asked: int = 0
+) -> int:
+    """How many blocks of `size_bytes` fit on a GPU once the weights are there, at most `most`; or `asked`.
+
+        limit  = weights and what torch holds | CUDA's context | activations and slots | KV
+        (free)                                                   beside_bytes or a tenth of the rest
+
+    `limit`: see `memory_limit`; empty: all that is free, which other programs leave. `beside_bytes`: what
+    steps and slots need at least. Raises SetupError where they do not fit."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+    room = min(free, memory_limit(limit, total) - held) if limit else free
+    beside = max(room - int(room * _GPU_SHARE), beside_bytes)
+    if limit and asked:  # the numbers are given: what is left beside them must do
+        beside = beside_bytes
+    log.info(
+        "memory of the GPU: %.1f GiB, %.1f free, %.1f held with the weights; left%s: %.1f, of them %.1f for "
+        "activations and slots",
+        total / 2**30, free / 2**30, held / 2**30, f" within gpu_memory {limit}" if limit else "",
+        max(room, 0) / 2**30, beside / 2**30,
+    )  # fmt: skip
+    found = (room - beside) // size_bytes - 1
+    if asked and (not limit or asked <= found):
+        return asked
+    if found < max(asked, 1):
+        within = f" within gpu_memory {limit}" if limit else ""
+        raise SetupError(
+            f"{max(room, 0) / 2**30:.1f} GiB of the GPU are left{within}, and activations and slots take "
+            f"{beside / 2**30:.1f}: {asked or 1} KV blocks of {size_bytes / 2**20:.2f} MiB do not fit; raise "
+            "gpu_memory, or lower kv_blocks, slots or step_tokens"
+        )
+    return min(found, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from services.executor.checkpoint.kv_cache import (
     block_bytes,
     fingerprint,
     fitting_blocks,
+    gpu_blocks,
     kv_format,
     size_bytes,
 )
@@ -50,11 +51,10 @@ from services.executor.checkpoint.weights import (
     plain_part,
     stage_partition,
 )
-from services.executor.engine import COMPILED, BackendInfo, ReportGrammar, ignore_grammar_news
+from services.executor.engine import COMPILED, BackendInfo, MakeProcessor, ReportGrammar, ignore_grammar_news
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars, build_grammars
-from services.executor.sampling.logits_processors import MakeProcessor
 from services.executor.sampling.sampler import STOP_IDS
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
@@ -67,6 +67,8 @@ log = logging.getLogger("headrace.executor")
 
 _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _NO_TILES = "amx without tiles"  # a CPU of this kind whose tiles kernels may not use
+_LOGIT_BYTES = 16  # of a token of the vocabulary, a row
+_GRAPHS_BYTES = 512 << 20
 SMALL_BYTES = 256 << 20  # of weights in files, see _is_small
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
@@ -85,6 +87,7 @@ class TorchOptions:
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
     only_tier: bool = False  # no L1 beside the KV cache of a CPU: it has up to 2 GiB more
+    gpu_memory: str = ""  # the most of a GPU: see shared.processes.memory_limit; empty: what is free
     block_tokens: int = 16
     slots: int = 64
     max_step_tokens: int = 256
@@ -95,6 +98,8 @@ class TorchOptions:
     overlap_comm: str = "auto"  # several ranks: off, two_stream; auto: measures the split threshold at start
     deterministic: bool = False  # a row's bits depend on neither its batch nor the chunks of its prompt
     max_drafts: int = 0  # of a row; 0: no step has drafts. Several GPUs have none
+    lora_places: int = 0  # adapters of a step; 0: none
+    lora_rank: int = 64  # most of an adapter
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by name
     report_grammar: ReportGrammar = ignore_grammar_news
 
@@ -161,6 +166,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for options that
     cannot work."""
     device, files = device_of(options.device, ranks.rank), states_of(options.model_path)
+    if options.gpu_memory and device.type != "cuda":
+        raise SetupError("gpu_memory is for GPUs, and this engine computes on the CPU: use kv_blocks there")
     if any(files != others for others in ranks.exchange(files)):
         raise SetupError(f"{options.model_path} changes while its ranks load it: wait until it is whole")
     threads = options.threads or options.first_threads or usable_threads(ranks.size)
@@ -184,9 +191,12 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     shapes = shapes.for_context(wanted)
     kv = kv_format(options.kv_dtype, how.kv, shapes, weights, sharing, stage)
     size = block_bytes(shapes, options.block_tokens, kv.dtype)
-    blocks = options.blocks or fitting_blocks(
-        size, device, options.slots * blocks_for(wanted, options.block_tokens), only_tier=options.only_tier
-    )
+    most = options.slots * blocks_for(wanted, options.block_tokens)
+    if device.type == "cuda":
+        beside = beside_bytes(shapes, options, wanted)
+        blocks = gpu_blocks(size, device, most, beside, options.gpu_memory, options.blocks)
+    else:
+        blocks = options.blocks or fitting_blocks(size, most, only_tier=options.only_tier)
     blocks = min(ranks.exchange(blocks))
     context = min(wanted, blocks * options.block_tokens)
     if context < options.max_context:
@@ -210,6 +220,19 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
         stage=stage, files=files, threads=threads, kept_in=kept_in,
     )  # fmt: skip
+
+
+def beside_bytes(shapes: Shapes, options: TorchOptions, context: int) -> int:
+    """What an engine on a GPU needs beside weights and KV, about: the logits of all slots, in the model's
+    dtype and as torch samples rows outside a graph; their block tables and, for drafts, their tokens; the
+    activations of the longest step; graphs."""
+    rows, tokens = options.slots + 1, max(options.max_step_tokens, options.slots)
+    logits = rows * shapes.vocab * _LOGIT_BYTES
+    state = rows * 4 * (blocks_for(context, options.block_tokens) + (context if options.max_drafts else 0))
+    experts = shapes.experts
+    wide = shapes.intermediate if experts is None else experts.per_token * experts.width
+    activations = tokens * 4 * (6 * shapes.hidden + 3 * wide + 2 * shapes.heads * shapes.head_dim)
+    return logits + state + activations + _GRAPHS_BYTES
 
 
 def _is_small(options: TorchOptions) -> bool:

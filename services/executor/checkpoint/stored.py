@@ -1,12 +1,13 @@
-"""A weight as a checkpoint stores it: each format is a class, and engines choose a product for it.
+"""Weights as a checkpoint stores them, the tables of their formats, and files that may change under a reader.
 
-Only `loaded` reads: before it a weight is a place in a file, so that a rank reads no more than its part.
+`Stored`: each format is a class, and engines choose a product for it. Only `loaded` reads: before it a weight
+is a place in a file, so that a rank reads no more than its part.
 
-The tables of weight formats beside plain numbers in safetensors: of files, of how the matrices of a folder
-are stored, and of the dtypes in which weights stay quantised. The loader asks them, and names no format.
+FILES, SCHEMES and KEPT: the formats beside plain numbers in safetensors, by file, by how a folder stores its
+matrices, and by the dtype in which weights stay quantised. The loader asks them, and names no format.
 
-The files of a model while they are read: a change under a reader is an error, never other weights. The states
-of all files before and after a load are the same, or the start fails (`check_unchanged`).
+`check_unchanged`: the states of all files before and after a load are the same, or the start fails; a change
+under a reader is never other weights.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class Cut:
 
 
 class Stored(Protocol):
-    """A matrix `[out, in]`, a vector, or experts' matrices `[experts, out, in]`. What a format does not do in
-    a way of its own is done with its plain numbers."""
+    """A matrix `[out, in]`, a vector, or experts' matrices `[experts, out, in]`.
+
+    A format overrides what it does in a way of its own; the rest is done with its plain numbers."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -146,8 +148,9 @@ def in_memory(read: Tensor, device: torch.device, dtype: torch.dtype | None = No
 
 
 class Scheme(Protocol):
-    """How a folder stores its matrices; what a scheme leaves out is as of plain tensors. `names`: of the
-    folder's tensors."""
+    """How a folder stores its matrices. A method that a scheme leaves out is that of plain tensors.
+
+    `names`, in each method: the tensors of the folder, by name."""
 
     kept_in: ClassVar[str] = ""  # the dtype that keeps them as they are stored
     is_larger_plain: ClassVar[bool] = False  # so they get plain only if asked for

@@ -288,7 +288,7 @@ def assemble(
     load_part: LoadPart = plain_part,
 ) -> Weights:
     """Load every weight of a rank's part, from the places that `find` gives, to `device`."""
-    description, order = describe(partition.shapes), _pairs_in_halves(partition.shapes)
+    description, order = describe(partition.shapes), pairs_in_halves(partition.shapes)
 
     def load_one(part: Part, layer: int) -> Stored:
         found = load_part(part, _within(find(part, layer), partition.cuts.get(part.name)), dtype, device)
@@ -322,7 +322,7 @@ def assemble(
     )
 
 
-def _pairs_in_halves(shapes: Shapes) -> Tensor:
+def pairs_in_halves(shapes: Shapes) -> Tensor:
     """The order of a head's rows in which the pairs of a partial rotation, too, are half a head apart, as
     the kernels rotate. Scores stay: q and k change alike. Empty if the whole head is rotated."""
     rotated = 2 * sum(map(math.isfinite, shapes.rope_factors))
@@ -369,7 +369,7 @@ def load_hf(
     """Shapes and weights of a part of the model in `folder`; only that part is read. Raises SetupError for an
     unsupported or incomplete model."""
     shapes = read_shapes(folder)
-    tensors, names = _Tensors(folder), _Names(shapes)
+    tensors, names = _Tensors(folder), TensorNames(shapes)
     tensors.check(shapes, names)
 
     def find(part: Part, layer: int) -> Stored:
@@ -410,7 +410,7 @@ def load_dummy(
 _PREFIX, _BARE = "model.", "embed_tokens.weight"  # sentence-transformers writes names without the prefix
 
 
-class _Names:
+class TensorNames:
     """The names of a model's tensors in a folder."""
 
     def __init__(self, shapes: Shapes) -> None:
@@ -475,7 +475,7 @@ class _Tensors:
             head = _MODEL["head"]
             self._files = {n if n == head else f"{_PREFIX}{n}": f for n, f in self._files.items()}
 
-    def check(self, shapes: Shapes, names: _Names) -> None:
+    def check(self, shapes: Shapes, names: TensorNames) -> None:
         """Raises SetupError unless the folder has exactly the tensors of such a model, in plain types."""
         sizes, of_weights = {}, set[str]()
         for name, file in self._files.items():
@@ -551,7 +551,7 @@ class _Experts:
     """The experts of a layer, stacked: each is some tensors, joined, or with `matrices` not yet read."""
 
     tensors: _Tensors
-    names: _Names
+    names: TensorNames
     part: str
     layer: int
 

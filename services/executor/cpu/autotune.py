@@ -1,4 +1,5 @@
-"""Times the products of a CPU once, and chooses with how many threads an engine starts.
+"""Times the products of a CPU once, and chooses with how many threads an engine starts. `ThreadCount` changes
+their number between steps.
 
 The dtype stays a rule (`best_dtype`): it decides answers, KV keys and model digests, which must not differ
 between two starts, or between two hosts of a fleet, because other work ran during a measurement. Timings only
@@ -21,9 +22,11 @@ import math
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import torch
@@ -35,7 +38,7 @@ from services.executor.checkpoint.loader import DTYPES, device_of, dtype_named
 from services.executor.checkpoint.stored import Dense, Stored
 from services.executor.cpu.linear import Products
 from shared.config import Settings
-from shared.processes import usable_cores
+from shared.processes import CoreWaits, usable_cores, usable_threads
 
 log = logging.getLogger("headrace.executor")
 
@@ -57,6 +60,14 @@ _SCALE = 100_000_000  # weights: times of matrices of unlike dtypes are shown fo
 _CPU = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU implementer", "CPU part",
         "CPU variant", "Features")  # fmt: skip
 _LIMITS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA")  # instructions that are not used
+TRIAL_STEPS = 4
+SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
+LATEST_AT_MOST = 1024  # with the most threads: that fewer are faster shows in slow steps, too
+BETTER = 0.93  # a tried count is taken if it needs at most so much of the time
+SLOWER = 1.3  # steps that take so many times as long as before: trials are due again
+CONTENDED = 0.3  # of their time threads wait for a core where fewer threads may be faster; alone 0.08 to 0.16
+HOPELESS = 1.5  # a trial ends at once if a step takes so many times as long
+_RISE = 1.002  # growth of a class's least time with each of its steps: machines and contexts change
 
 _NUMBERS = ("f32", "bf16", "int8")  # dtypes of which any numbers make a matrix
 
@@ -280,3 +291,114 @@ def _alone(folder: Path) -> Iterator[bool]:
             except BlockingIOError:
                 free = False
         yield free
+
+
+class ThreadCount:
+    """Chooses how many threads, 1 to `most`, compute the next step: the count that was fastest recently,
+    `now`. Each engine has its own, used by one thread.
+
+    A step has some hundred calls, each of which ends with its slowest piece of work. A thread that shares its
+    core with another process is often inside of one when it loses the core: next to one busy process on two
+    cores, one thread may be faster than two. Such processes start and end at any time. So a few steps are
+    tried with more or fewer threads: soon after steps have become slow, and rarely otherwise; with fewer only
+    if threads have waited for a core, or steps of many sizes would be tried again and again.
+
+        steps with the chosen count ... │ trial: TRIAL_STEPS with the next count │ the faster count ...
+    """
+
+    def __init__(self, most: int, first: int = 0, waits: Callable[[], float] = lambda: 1.0) -> None:
+        """`first`: the count to begin with; 0: `most`. `waits`: the share of the time since its last call
+        that a thread waited for a core."""
+        self._waits = waits
+        self._ladder = sorted({*_ladder(most), first or most})
+        self._at = self._ladder.index(first or most)  # index of the chosen count
+        self._tried: int | None = None  # index of the count in a trial
+        self._failed = 0  # trials since the choice changed or steps became slow: each goes farther away
+        self._least: dict[int, float] = {}  # least us by class of step: makes steps of all sizes comparable
+        self._recent: deque[float] = deque(maxlen=2 * TRIAL_STEPS)  # chosen count: times / least times
+        self._trial: list[float] = []
+        self._starts = False  # a trial's first step does not count: it creates threads or compiles for them
+        self._wait, self._steps = SOONEST, 0  # until the next trial; since the last
+
+    @property
+    def now(self) -> int:
+        return self._ladder[self._at if self._tried is None else self._tried]
+
+    def observe(self, tokens: int, took_us: int) -> None:
+        """Take the time of a step with `now` threads."""
+        size = _class_of(tokens)
+        least = self._least.get(size)
+        if self._tried is None:  # a trial is compared with the times before it
+            self._least[size] = took_us if least is None else min(took_us, least * _RISE)
+        if least is None or len(self._ladder) == 1:
+            self._tried = None  # nothing to compare with: such steps would never end a trial
+            return
+        slowness = took_us / least
+        if self._tried is None:
+            self._without_trial(slowness)
+        elif self._starts:
+            self._starts = False
+        else:
+            self._trial.append(slowness)
+            if slowness > HOPELESS * median(self._recent) or len(self._trial) == TRIAL_STEPS:
+                self._judge()
+
+    def _without_trial(self, slowness: float) -> None:
+        before = median(self._recent) if len(self._recent) == self._recent.maxlen else slowness
+        self._recent.append(slowness)
+        self._steps += 1
+        if median([*self._recent][-TRIAL_STEPS:]) > SLOWER * before:
+            self._wait, self._failed = SOONEST, 0
+        if self._steps >= self._wait:
+            self._tried, self._trial, self._starts, self._steps = self._next(), [], True, 0
+            if self._tried is None:
+                self._wait = min(2 * self._wait, LATEST)
+
+    def _next(self) -> int | None:
+        """The nearest index not tried yet, the lower of two. Every other time the next higher index: only a
+        trial shows that another process has ended. None: there are only lower ones, and no thread lacks a
+        core."""
+        lowest = 0 if self._waits() >= CONTENDED else self._at + 1
+        if self._failed % 2 and self._at + 1 < len(self._ladder):
+            return self._at + 1
+        others = [at for at in range(lowest, len(self._ladder)) if at != self._at]
+        others.sort(key=lambda at: abs(at - self._at))
+        return others[self._failed // 2 % len(others)] if others else None
+
+    def _judge(self) -> None:
+        """Take the tried count, or keep the chosen one and try another later."""
+        assert self._tried is not None, "a trial is under way"
+        if len(self._trial) == TRIAL_STEPS and median(self._trial) < BETTER * median(self._recent):
+            self._at, self._wait, self._failed = self._tried, SOONEST, 0
+            self._recent.clear()
+        else:
+            self._failed += 1
+            fewer = self._at + 1 < len(self._ladder)
+            self._wait = min(2 * self._wait, LATEST if fewer else LATEST_AT_MOST)
+        self._tried = None
+
+
+def _class_of(tokens: int) -> int:
+    """The four first digits in base 2, and how many follow: steps of one class are alike to an eighth, else a
+    short prompt with one thread would look faster than a longer one with two."""
+    below = max(0, tokens.bit_length() - 4)
+    return 16 * below + (tokens >> below)
+
+
+def thread_count() -> ThreadCount:
+    """The count of an engine that starts with the threads that torch has. A quota of 1.5 cores stops two
+    threads for a part of each 100 ms, which few of the steps show: trials would take more than autotune.py
+    chose."""
+    first = torch.get_num_threads()
+    most = first if usable_cores() % 1 else max(first, usable_threads())
+    return ThreadCount(most, first, CoreWaits().share)
+
+
+def _ladder(most: int) -> list[int]:
+    """The counts to try, from 1 to `most`: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    counts = {most}
+    power = 1
+    while power < most:
+        counts |= {power, min(most, power * 3 // 2)}
+        power *= 2
+    return sorted(counts)

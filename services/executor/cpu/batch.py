@@ -65,6 +65,7 @@ class Batch:
     each_sampled: bool  # all token rows are sampled, in order
     padding: int  # token rows at the end without a token
     sequences: Any = None  # all rows, instead of `decode` and `prefill`
+    adapted: Any = None  # the adapters of the token rows; None: no row has one
 
 
 class BatchBuilder:
@@ -77,12 +78,15 @@ class BatchBuilder:
         *,
         deterministic: bool = False,
         sequences: MakeSequences | None = None,
+        adapters: Any = None,
     ) -> None:
-        """`sequences` makes what a kernel needs that takes all rows at once."""
+        """`sequences` makes what a kernel needs that takes all rows at once. `adapters`: see
+        services.executor.adapters.places."""
         self._slots = slots
         self._cache = cache
         self._deterministic = deterministic
         self._sequences = sequences
+        self._adapters = adapters
         _, layers, two, block_tokens, *_ = cache.tensor.shape
         self._planes = np.arange(layers * two).reshape(layers, two, 1) * block_tokens
 
@@ -120,6 +124,7 @@ class BatchBuilder:
             each_sampled=not padding and np.array_equal(sampled, np.arange(len(row))),
             padding=padding,
             sequences=sequences,
+            adapted=None if self._adapters is None else self._adapters.rows(slots[row], padding),
         )
 
     def _order(self, starts: _Column, counts: _Column) -> tuple[_Column, _Column]:

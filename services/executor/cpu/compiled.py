@@ -131,10 +131,12 @@ class _AtOnce:
 
     def __init__(self, operations: Sequence[_Operation], layers: int, head: PackedMatrix | None) -> None:
         self._operations, self._layers, self._head = operations, layers, head
-        self._kept: dict[tuple[int, bool], _Pass] = {}  # by rows, and whether they are all sampled
+        # by rows, and whether they are all sampled, and some have adapters
+        self._kept: dict[tuple[int, bool, bool], _Pass] = {}
 
     def __call__(self, values: StepValues) -> None:
-        key = rows, sampled = len(values.x), values.batch.each_sampled
+        rows, sampled = len(values.x), values.batch.each_sampled
+        key = rows, sampled, values.batch.adapted is not None
         found = self._kept.get(key)
         if found is None or found.threads != team_size():
             found = _Pass(self._operations, self._layers, self._head if sampled else None, values)
@@ -166,10 +168,14 @@ def _products(steps: Sequence[Product]) -> _Operation | None:
     if len(found) < len(steps) or len({type(matrix) for matrix in found}) > 1:
         return None
     parts = [_addresses(of_all) for of_all in zip(*(matrix.parts for matrix in found), strict=True)]
+    adapted, layers = steps[0].adapted, np.arange(len(steps))
 
     def add(to: _Pass) -> None:
         x, to.x = to.x, to.product(found[0].height)
         to.add(found[0].calls(x, to.x, parts))
+        if adapted is not None and to.values.batch.adapted is not None:
+            out = to.x
+            to.add_inputs(lambda values: (adapted.call(x, out, values.batch.adapted, layers),))
 
     return add
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pkgutil import resolve_name
-from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +45,9 @@ from services.executor.engine import (
     Pending,
     Speculation,
     StepOutput,
+    adapters_of,
     speculation_of,
+    thread_count,
     warm_up_steps,
 )
 from services.executor.kv_transfer.copiers import CudaCopier, HostCopier
@@ -66,16 +67,7 @@ from services.executor.sampling.sampler import (
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
-from shared.processes import CoreWaits, give_back_memory, importing, usable_cores, usable_threads
-
-TRIAL_STEPS = 4
-SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
-LATEST_AT_MOST = 1024  # with the most threads: that fewer are faster shows in slow steps, too
-BETTER = 0.93  # a tried count is taken if it needs at most so much of the time
-SLOWER = 1.3  # steps that take so many times as long as before: trials are due again
-CONTENDED = 0.3  # of their time threads wait for a core where fewer threads may be faster; alone 0.08 to 0.16
-HOPELESS = 1.5  # a trial ends at once if a step takes so many times as long
-_RISE = 1.002  # growth of a class's least time with each of its steps: machines and contexts change
+from shared.processes import give_back_memory, importing
 
 
 def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
@@ -111,7 +103,13 @@ class TorchBackend:
             self.info = replace(self.info, two_stream_tokens=NEVER)
         self._cache = cache
         kinds = operators_for(cache, deterministic=exact)
-        self._model = Model(loaded, kinds, deterministic=exact)
+        places = options.lora_places if alone else 0
+        self.adapters = adapters_of(
+            "cpu", places, shapes, weights.norm.dtype, places, options.lora_rank, options.slots
+        )
+        if self.adapters is not None:
+            self.info = replace(self.info, adapter_places=places)
+        self._model = Model(loaded, kinds, deterministic=exact, adapters=self.adapters)
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
@@ -121,12 +119,14 @@ class TorchBackend:
         self._speculation = speculation_of(self._slots.tokens, forced) if options.max_drafts else None
         if self._speculation is not None:
             self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
-        self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
+        self._batches = BatchBuilder(
+            self._slots, cache, deterministic=exact, sequences=kinds.sequences, adapters=self.adapters
+        )
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
         fixed = fixed or isinstance(kinds, TorchOperators)  # its attention's bits depend on the threads
-        self._threads = None if fixed else _thread_count()
+        self._threads = None if fixed else thread_count()
         self.copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
 
     def warm_up(self) -> None:
@@ -143,6 +143,8 @@ class TorchBackend:
         self._slots.open(opened)
         self._sampler.open(opened)
         self._host_rows.open(opened)
+        if self.adapters is not None:
+            self.adapters.open(opened)
         if self._speculation is not None:
             self._speculation.open(opened)
 
@@ -297,6 +299,8 @@ class TorchBackend:
         for slot in range(self.info.slots):
             self.close_slot(slot)
         self._computed = self._host_rows.forwarded()
+        if self.adapters is not None:
+            self.adapters.reset()
 
     def sleep(self) -> None:
         """Drops the weights, which the model's file has, and the memory of the blocks. Compiled kernels and
@@ -310,7 +314,8 @@ class TorchBackend:
         loaded, exact = load(self._options), self._options.deterministic
         if (loaded.fingerprint, loaded.files) != (self.info.fingerprint, self._files):
             raise EngineError(f"the weights of {self.info.model} have changed while it was asleep")
-        self._model = Model(loaded, operators_for(self._cache, deterministic=exact), deterministic=exact)
+        kinds = operators_for(self._cache, deterministic=exact)
+        self._model = Model(loaded, kinds, deterministic=exact, adapters=self.adapters)
         torch.set_num_threads(loaded.threads if self._threads is None else self._threads.now)
         self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
 
@@ -323,117 +328,6 @@ class TorchBackend:
             self.__dict__.pop(name, None)  # frees the memory
 
 
-class ThreadCount:
-    """Chooses how many threads, 1 to `most`, compute the next step: the count that was fastest recently,
-    `now`. Each engine has its own, used by one thread.
-
-    A step has some hundred calls, each of which ends with its slowest piece of work. A thread that shares its
-    core with another process is often inside of one when it loses the core: next to one busy process on two
-    cores, one thread may be faster than two. Such processes start and end at any time. So a few steps are
-    tried with more or fewer threads: soon after steps have become slow, and rarely otherwise; with fewer only
-    if threads have waited for a core, or steps of many sizes would be tried again and again.
-
-        steps with the chosen count ... │ trial: TRIAL_STEPS with the next count │ the faster count ...
-    """
-
-    def __init__(self, most: int, first: int = 0, waits: Callable[[], float] = lambda: 1.0) -> None:
-        """`first`: the count to begin with; 0: `most`. `waits`: the share of the time since its last call
-        that a thread waited for a core."""
-        self._waits = waits
-        self._ladder = sorted({*_ladder(most), first or most})
-        self._at = self._ladder.index(first or most)  # index of the chosen count
-        self._tried: int | None = None  # index of the count in a trial
-        self._failed = 0  # trials since the choice changed or steps became slow: each goes farther away
-        self._least: dict[int, float] = {}  # least us by class of step: makes steps of all sizes comparable
-        self._recent: deque[float] = deque(maxlen=2 * TRIAL_STEPS)  # chosen count: times / least times
-        self._trial: list[float] = []
-        self._starts = False  # a trial's first step does not count: it creates threads or compiles for them
-        self._wait, self._steps = SOONEST, 0  # until the next trial; since the last
-
-    @property
-    def now(self) -> int:
-        return self._ladder[self._at if self._tried is None else self._tried]
-
-    def observe(self, tokens: int, took_us: int) -> None:
-        """Take the time of a step with `now` threads."""
-        size = _class_of(tokens)
-        least = self._least.get(size)
-        if self._tried is None:  # a trial is compared with the times before it
-            self._least[size] = took_us if least is None else min(took_us, least * _RISE)
-        if least is None or len(self._ladder) == 1:
-            self._tried = None  # nothing to compare with: such steps would never end a trial
-            return
-        slowness = took_us / least
-        if self._tried is None:
-            self._without_trial(slowness)
-        elif self._starts:
-            self._starts = False
-        else:
-            self._trial.append(slowness)
-            if slowness > HOPELESS * median(self._recent) or len(self._trial) == TRIAL_STEPS:
-                self._judge()
-
-    def _without_trial(self, slowness: float) -> None:
-        before = median(self._recent) if len(self._recent) == self._recent.maxlen else slowness
-        self._recent.append(slowness)
-        self._steps += 1
-        if median([*self._recent][-TRIAL_STEPS:]) > SLOWER * before:
-            self._wait, self._failed = SOONEST, 0
-        if self._steps >= self._wait:
-            self._tried, self._trial, self._starts, self._steps = self._next(), [], True, 0
-            if self._tried is None:
-                self._wait = min(2 * self._wait, LATEST)
-
-    def _next(self) -> int | None:
-        """The nearest index not tried yet, the lower of two. Every other time the next higher index: only a
-        trial shows that another process has ended. None: there are only lower ones, and no thread lacks a
-        core."""
-        lowest = 0 if self._waits() >= CONTENDED else self._at + 1
-        if self._failed % 2 and self._at + 1 < len(self._ladder):
-            return self._at + 1
-        others = [at for at in range(lowest, len(self._ladder)) if at != self._at]
-        others.sort(key=lambda at: abs(at - self._at))
-        return others[self._failed // 2 % len(others)] if others else None
-
-    def _judge(self) -> None:
-        """Take the tried count, or keep the chosen one and try another later."""
-        assert self._tried is not None, "a trial is under way"
-        if len(self._trial) == TRIAL_STEPS and median(self._trial) < BETTER * median(self._recent):
-            self._at, self._wait, self._failed = self._tried, SOONEST, 0
-            self._recent.clear()
-        else:
-            self._failed += 1
-            fewer = self._at + 1 < len(self._ladder)
-            self._wait = min(2 * self._wait, LATEST if fewer else LATEST_AT_MOST)
-        self._tried = None
-
-
-def _class_of(tokens: int) -> int:
-    """The four first digits in base 2, and how many follow: steps of one class are alike to an eighth, else a
-    short prompt with one thread would look faster than a longer one with two."""
-    below = max(0, tokens.bit_length() - 4)
-    return 16 * below + (tokens >> below)
-
-
-def _thread_count() -> ThreadCount:
-    """The count of an engine that starts with the threads that torch has. A quota of 1.5 cores stops two
-    threads for a part of each 100 ms, which few of the steps show: trials would take more than autotune.py
-    chose."""
-    first = torch.get_num_threads()
-    most = first if usable_cores() % 1 else max(first, usable_threads())
-    return ThreadCount(most, first, CoreWaits().share)
-
-
-def _ladder(most: int) -> list[int]:
-    """The counts to try, from 1 to `most`: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    counts = {most}
-    power = 1
-    while power < most:
-        counts |= {power, min(most, power * 3 // 2)}
-        power *= 2
-    return sorted(counts)
-
-
 log = logging.getLogger("headrace.executor")
 
 RunInterleaved = Callable[[Sequence[ForwardPass]], list[Tensor]]
@@ -442,9 +336,11 @@ RunInterleaved = Callable[[Sequence[ForwardPass]], list[Tensor]]
 class Model:
     """A model on its device, for one thread in `torch.inference_mode`."""
 
-    def __init__(self, loaded: Loaded, operators: Operators, *, deterministic: bool = False) -> None:
-        """`deterministic`: on a CPU the bits of a row's logits do not depend on the other rows. Takes the
-        layers out of `loaded.weights`."""
+    def __init__(
+        self, loaded: Loaded, operators: Operators, *, deterministic: bool = False, adapters: Any = None
+    ) -> None:
+        """`deterministic`: on a CPU the bits of a row's logits do not depend on the other rows. `adapters`:
+        those of the slots. Takes the layers out of `loaded.weights`."""
         shapes, weights, stage = loaded.shapes, loaded.weights, loaded.stage
         self._shapes, self._ranks, self._stage = shapes, loaded.ranks, stage
         self._like, device = weights.norm, weights.norm.device
@@ -453,7 +349,7 @@ class Model:
         if stage.last:
             self._head = products.linear(weights.head, dtype=torch.float32, sensitive=True)
         operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm))
-        takes = table(products, operators, deterministic=deterministic)
+        takes = table(products, operators, deterministic=deterministic, adapters=adapters)
         self._steps = steps_of(operations, takes, REFERENCE)
         self._at_once: Step | None = None  # all steps but the first norm in one call, if the kernels can
         if loaded.ranks.size == 1:

@@ -96,14 +96,17 @@ class TorchOperators:
 _SENSITIVE = ("qkv", "down")
 
 
-def table(products: Products, operators: Operators, *, deterministic: bool) -> Table:
-    """What this engine takes. With `deterministic` a row's result does not depend on the other rows."""
+def table(products: Products, operators: Operators, *, deterministic: bool, adapters: Any = None) -> Table:
+    """What this engine takes. With `deterministic` a row's result does not depend on the other rows.
+    `adapters`: those of its slots, see services.executor.adapters.places."""
 
     def projection(placed: Placed) -> Product:
         bias = placed.op.bias
         added = None if bias is None else placed.dense(bias)
         name = placed.op.weight.name
-        return Product(products.linear(placed.weights[name], added, sensitive=name in _SENSITIVE))
+        adapted = None if adapters is None else adapters.product(placed.op.weight)
+        linear = products.linear(placed.weights[name], added, sensitive=name in _SENSITIVE)
+        return Product(linear, adapted, placed.layer)
 
     def add_norm(add: Placed, norm: Placed) -> AddNorm:
         return AddNorm(operators, norm.dense(norm.op.weight), norm.op.eps)
@@ -131,9 +134,14 @@ class Product:
     """Keeps its matrix in a format of its own; the plain one is freed."""
 
     linear: Linear
+    adapted: Any = None  # what adapters add to it
+    layer: int = 0
 
-    def __call__(self, values: Values) -> None:
-        values.x = self.linear(values.x)
+    def __call__(self, values: StepValues) -> None:
+        x = values.x
+        values.x = self.linear(x)
+        if self.adapted is not None and values.batch.adapted is not None:
+            self.adapted.add(x, values.x, values.batch.adapted, self.layer)
 
 
 @dataclass(frozen=True, slots=True)

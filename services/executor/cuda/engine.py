@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor, UntypedStorage
 
 from kernels.attention import FP8
@@ -60,14 +61,7 @@ from services.executor.cuda.input_batch import (
     arrange_drafts,
     can_have_drafts,
 )
-from services.executor.cuda.kernel_configs import (
-    WIDE,
-    device_tuning,
-    for_fp8_kv,
-    for_large_heads,
-    row_by_row,
-    with_tma,
-)
+from services.executor.cuda.kernel_configs import Computed, choices, tuning_for
 from services.executor.cuda.model import CudaModel
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
@@ -113,16 +107,15 @@ class CudaBackend:
             max_draft_rows=MAX_DRAFT_ROWS if drafts else 0,
         )
         properties = torch.cuda.get_device_properties(device)
-        wide = cache.activations == torch.float32
-        tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
-        if cache.tensor.dtype == FP8:
-            tuning = for_fp8_kv(tuning)
-        if shapes.head_dim > 128:
-            tuning = for_large_heads(tuning)
-        if options.deterministic:
-            tuning = row_by_row(tuning)
-        elif cache.activations == torch.bfloat16:
-            tuning = with_tma(tuning, shapes.head_dim, cache.block_tokens)
+        computed = Computed(
+            device=properties.name, head_dim=shapes.head_dim, block_tokens=cache.block_tokens,
+            ranks=ranks.size, wide=cache.activations == torch.float32,
+            fp8_kv=cache.tensor.dtype == FP8, deterministic=options.deterministic, kept_in=loaded.kept_in,
+        )  # fmt: skip
+        tuning = tuning_for(computed)
+        log.info("kernels on %s, torch %s, Triton %s", properties.name, torch.__version__, triton.__version__)
+        for choice in choices(computed):
+            (log.warning if choice.faster else log.info)("%s", choice)
         most = max(options.max_step_tokens, options.slots)
         queries, processors = 1 + self.info.max_drafts, properties.multi_processor_count
         works = {

@@ -39,7 +39,30 @@ from services.executor.engine import MAX_SEGMENTS, Segment
 from services.executor.parallel.step_split import CUT_TOKENS
 
 # Not 224, 448, 576 or 896: the library is slower there than at the next bucket (448 rows: 13.0 ms, 512: 9.5).
-_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+_ROW_BUCKETS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    256,
+    320,
+    384,
+    512,
+    640,
+    768,
+    1024,
+)
 _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 # With several GPUs the host launches too slowly.
 _LONG_BUCKETS = (2560, 3072, 4096, 5120, 6144, 8192)

@@ -59,6 +59,7 @@ RING = 8  # steps with inputs or answers in pinned memory at once: more than are
 LONG_TOKENS = 4096
 DRAFTS = (1, 3, 7)  # of each row of a step: its graphs; a row has a power of two of tokens
 MAX_DRAFT_ROWS = 64  # in a step with drafts
+MOST_PREDICTED = 4096  # tokens of a prediction that there is always room for; 4 MiB of 256 slots
 _CHUNKS = 32  # in a mixed graph besides decodes: each may end in a tile that is not full
 
 # In units of a program's time for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
@@ -482,7 +483,8 @@ class CudaSlots:
         part = {name: self.words[at : at + sizes[name]] for name, at in self._at.items()}
         found = None
         if drafts:
-            history = torch.zeros(rows, max_context + 1, dtype=torch.int32, device=device)
+            width = max_context + 1 + min(max_context, MOST_PREDICTED)
+            history = torch.zeros(rows, width, dtype=torch.int32, device=device)
             ids = torch.full((rows, 1 + DRAFTS[-1]), NO_TOKEN, dtype=torch.int32, device=device)
             found = DraftState(part["place"], ids, part["length"], part["prompt"], part["predicted"], history)
         self.state = SlotState(part["table"].view(rows, table_blocks), part["last"], part["done"], found)
@@ -518,7 +520,7 @@ class CudaSlots:
         self._set("length", slot, [limit])
         if self.state.drafts is not None:
             room = self.state.drafts.history.shape[1] - limit  # after the sequence's own tokens
-            predicted = opened.prediction[: max(room, 0)]
+            predicted = opened.prediction[:room]
             self._set("prompt", slot, [opened.prompt_tokens])
             self._set("predicted", slot, [len(predicted)])
             self._uncopied[slot] = opened.tokens, predicted

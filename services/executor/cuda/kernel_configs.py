@@ -5,6 +5,9 @@ docs/benchmarks/gpu.md.
 
 `row_by_row` derives the layouts of deterministic mode, in which a row's bits do not depend on the rest of its
 step: every product and query has one order of summation for any number of rows and any chunks of a prompt.
+
+`choices` says which kernel an engine runs for each operation, and why a faster one does not: the executor
+logs it, and `headrace doctor` prints it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kernels.attention.decode import Tuning as DecodeTuning
-from kernels.attention.prefill import PrefillTuning, can_use_tma
+from kernels.attention.prefill import PrefillTuning, why_not_tma
 from kernels.gemm.gpu import FixedTuning, MatmulTuning
 
 # Layouts of deterministic products, the largest tiles first: they fit into 99 KiB of shared memory.
@@ -186,7 +189,7 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
 def with_tma(tuning: DeviceTuning, head_dim: int, block_tokens: int) -> DeviceTuning:
     """Layouts for activations in bf16: with the prefill kernel of kernels.attention.hopper where the
     device has it and it takes these shapes."""
-    if tuning.prefill_tma is None or not can_use_tma(head_dim, block_tokens):
+    if tuning.prefill_tma is None or why_not_tma(head_dim, block_tokens):
         return tuning
     return replace(tuning, prefill=tuning.prefill_tma)
 
@@ -209,3 +212,71 @@ def row_by_row(tuning: DeviceTuning) -> DeviceTuning:
     plain = Layouts(decode=tuning.many.decode)
     prefill = replace(tuning.prefill, one_loop=True)
     return replace(tuning, few=plain, many=plain, fewest=None, prefill=prefill, by_row=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What an engine computes on a GPU, as far as it decides the kernels."""
+
+    device: str  # the name of the GPU
+    head_dim: int
+    block_tokens: int
+    ranks: int = 1
+    wide: bool = False  # activations in float32
+    fp8_kv: bool = False
+    deterministic: bool = False
+    kept_in: str = ""  # the weights of products: fp8, int4; else as activations
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel of an operation. `faster`: what would be faster, and why it does not run; empty: nothing."""
+
+    operation: str
+    kernel: str
+    faster: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {self.kernel}" + (f"; faster: {self.faster}" if self.faster else "")
+
+
+def tuning_for(computed: Computed) -> DeviceTuning:
+    """The layouts of an engine."""
+    tuning = WIDE if computed.wide else device_tuning(computed.device, computed.ranks)
+    if computed.fp8_kv:
+        tuning = for_fp8_kv(tuning)
+    if computed.head_dim > 128:
+        tuning = for_large_heads(tuning)
+    if computed.deterministic:
+        return row_by_row(tuning)
+    return tuning if computed.wide else with_tma(tuning, computed.head_dim, computed.block_tokens)
+
+
+def choices(computed: Computed) -> tuple[Choice, ...]:
+    """The kernel of each operation of an engine."""
+    prompts, why = "Triton, any GPU", ""
+    if tuning_for(computed).prefill.tma:
+        prompts = "Gluon, K and V by TMA"
+    elif device_tuning(computed.device).prefill_tma is not None:
+        unfit = why_not_tma(computed.head_dim, computed.block_tokens)
+        if computed.deterministic:
+            unfit = "not in deterministic mode"
+        elif computed.wide:
+            unfit = "only with activations in bf16 (--dtype bf16)"
+        why = f"Gluon, K and V by TMA: {unfit}"
+    named = computed.device in _BY_NAME
+    library = "the library's"
+    if computed.kept_in == "int4":
+        products = "humming-kernels"
+    elif computed.deterministic:
+        products = "Triton, one order of summation"
+    else:
+        products = f"Triton for few rows, else {library}" if named and not computed.wide else library
+    untuned = "" if named or computed.wide else f"layouts of its own: none is measured on {computed.device}"
+    one = "Triton, a decode as a chunk of one token" if computed.deterministic else "Triton"
+    return (
+        Choice("attention of prompts", prompts, why),
+        Choice("attention of decodes", one, untuned),
+        Choice("products", products, untuned if products == library else ""),
+        Choice("sampling", "Triton"),
+    )

@@ -30,7 +30,8 @@ from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Part, Shapes, describe
 from services.executor.quantised.gguf_values import FAST, FileMatrix, OpenFile, RowsInFile, dequantize
 from shared.errors import SetupError
-from shared.vocab.files import read_header, unreadable
+from shared.vocab.files import unreadable
+from shared.vocab.gguf import read_header
 
 _MODEL = {"embedding": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
 _LAYER = {

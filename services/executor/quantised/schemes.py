@@ -1,5 +1,6 @@
-"""Reads how a Hugging Face folder is quantised: `quantization_config` in config.json, and scales of tensors.
-weights.py calls it.
+"""How a Hugging Face folder is quantised, and its weights in e4m3.
+
+`scheme_of` reads `quantization_config` in config.json; the table SCHEMES of checkpoint/stored.py names it.
 
     fp8                  weight (e4m3), weight_scale or weight_scale_inv: of the tensor, rows, or blocks
     compressed-tensors   float-quantized: weight, weight_scale: of the tensor, rows, or blocks
@@ -10,7 +11,7 @@ With weights in e4m3 activations are quantised as they come ("dynamic"), here wi
 also where the authors had one for 128 columns; with weights in 4 bits they stay plain. Which modules stay
 plain (`ignore`) is visible in the types and names of the tensors. Anything else is refused by name.
 
-Weights in fp8 (e4m3) on a GPU: from a checkpoint in fp8, or quantised at load (`--dtype fp8`).
+Weights in e4m3 come from a checkpoint in fp8, or are quantised at load (`--dtype fp8`, on a GPU).
 
     in a file    plain numbers, or `InFp8`: e4m3 with a scale for the tensor, each row, or each block
     in memory    `ScaledFp8`: e4m3 with a scale for each row (output channel), which the products take
@@ -69,7 +70,9 @@ _STRATEGIES = ("tensor", "channel", "block")
 
 @dataclass(frozen=True, slots=True)
 class InBlocksOfFp8(Scheme):
-    """Weights in fp8. `block`: rows and columns with one scale; None: a scale for the tensor, or each row."""
+    """A folder with weights in fp8.
+
+    `block`: the rows and columns that share a scale; None: a scale for the tensor, or for each row."""
 
     kept_in: ClassVar[str] = "fp8"
     block: tuple[int, int] | None
@@ -280,8 +283,9 @@ def _refused(what: str, value: object) -> SetupError:
 
 
 def with_scales(name: str, numbers: Dense, scales: Tensor, block: tuple[int, int] | None) -> InFp8:
-    """A weight in e4m3 and the tensor of its scales. Raises SetupError for scales of a shape that is neither
-    one number, nor one a row, nor one for each of the configuration's blocks, and for impossible numbers."""
+    """A weight of a file in e4m3, `[rows, columns]`, with its scales: one number, one for each row, or one
+    for each `block` of the configuration. Raises SetupError for scales of another shape, and for impossible
+    numbers."""
     if len(numbers.shape) != 2:
         raise SetupError(f"tensor {name!r} is {list(numbers.shape)} in fp8: only matrices are supported")
     rows, columns = numbers.shape
@@ -316,7 +320,7 @@ _SPREAD = 16.0
 
 @dataclass(frozen=True, slots=True)
 class ScaledFp8(Stored):
-    """See Stored. A matrix in the memory of a device."""
+    """A matrix in the memory of a device, with a scale for each row; see Stored."""
 
     matrix: Fp8Rows
     dtype: torch.dtype  # of `values`
@@ -347,7 +351,7 @@ class ScaledFp8(Stored):
         return replace(self, matrix=Fp8Rows(self.matrix.numbers[:, part].contiguous(), self.matrix.scales))
 
     def join(self, below: Sequence[Stored]) -> Stored:
-        """See Stored. Plain numbers if one of them is plain."""
+        """As Stored has it; plain numbers if one of them is plain."""
         found = [self.matrix]
         for each in below:
             if not isinstance(each, ScaledFp8):
@@ -359,7 +363,7 @@ class ScaledFp8(Stored):
         return replace(self, matrix=Fp8Rows(numbers, scales)) if below else self
 
     def scaled(self, factors: Tensor) -> ScaledFp8:
-        """See Stored. With factors of columns the largest one goes into the scales: the numbers can only
+        """As Stored has it. Of factors of columns the largest one goes into the scales: the numbers can only
         shrink, and lose bits where they become subnormal."""
         numbers, scales = self.matrix.numbers, self.matrix.scales
         if factors.dim() == 2:
@@ -376,8 +380,10 @@ class ScaledFp8(Stored):
 
 @dataclass(frozen=True, slots=True)
 class InFp8(Stored):
-    """See Stored. A matrix in a file of e4m3 with `scales` `[rows / block rows, columns / block columns]`
-    float32 of the whole tensor; `block` may be the whole tensor, or a row. `name` is for errors."""
+    """A matrix of e4m3 in a file; see Stored.
+
+    `scales`, `[rows / block rows, columns / block columns]` float32, are those of the whole tensor. `block`
+    may be the whole tensor, or a row. `name` is the tensor's, for errors."""
 
     name: str
     numbers: Dense

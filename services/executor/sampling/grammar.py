@@ -21,14 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.engine import ReportGrammar, ignore_grammar_news
-from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines
+from services.executor.engine import HostRow, MakeProcessor, ReportGrammar, ignore_grammar_news
 from services.executor.sampling.sampler import Sampler
 from shared.messages import ROW_REFUSED, SlotOpen
 from shared.vocab.vocabulary import Vocabulary
 
 GRAMMARS = {  # the kind of Grammars that an engine has
     "llguidance": "services.executor.sampling.grammar_matchers:CompiledGrammars",
+}
+PROCESSORS = {  # what runs the logits processors of slots
+    "python": "services.executor.sampling.logits_processors:ProcessorPipelines",
 }
 _NO_GRAMMARS = f"{ROW_REFUSED}this engine follows no grammar: ask one that does"
 Tokens = Callable[[int], Sequence[int]]  # a slot's tokens so far
@@ -98,7 +100,7 @@ class HostRows:
     the rest for the host thread."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], grammars: Grammars, device: torch.device) -> None:
-        self._pipelines = ProcessorPipelines(known)
+        self._pipelines = resolve_name(PROCESSORS["python"])(known)
         self._grammars = grammars
         self._stream: torch.cuda.Stream | None = None
         self._marks = device.type == "cuda"

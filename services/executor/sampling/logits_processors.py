@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from services.executor.engine import HostRow, LogitsProcessor, MakeProcessor, cut_why
 from shared.errors import BadRequest, SetupError
 from shared.messages import SlotOpen
 from shared.processes import processor_targets
@@ -27,22 +28,6 @@ if TYPE_CHECKING:
 
 MAX_WAIT_MS = 10_000
 SIDE_BY_SIDE = 32  # rows with waiting processors that run at once
-MAX_WHY_BYTES = 160  # 256 of them fit into a result
-
-
-class LogitsProcessor(Protocol):
-    """One instance for each sequence and entry of its request. Called once a row, on the executor's host
-    thread. An error ends only its own request."""
-
-    def process(self, generated: Sequence[int], logits: Tensor) -> Tensor:
-        """The logits to sample from: `logits` `[vocab]`, float32, on the CPU, changed in place or not, or
-        another tensor of that shape. At least one must be finite, none may be NaN or +inf; -inf forbids a
-        token. `generated` are the sequence's tokens after its prompt."""
-
-
-# Called with the request's `args` and the prompt's tokens. The class attribute `waits = True`: `process`
-# waits for something outside instead of computing, so rows wait at the same time, on several threads.
-MakeProcessor = Callable[[dict[str, Any], Sequence[int]], LogitsProcessor]
 
 
 class Wait:
@@ -85,16 +70,6 @@ def _load(name: str, target: str) -> MakeProcessor:
         )
     make: MakeProcessor = found
     return make
-
-
-@dataclass(frozen=True, slots=True)
-class HostRow:
-    """A sampled row. The slot's processors change `logits` `[vocab]` float32 in place. `tokens` is the
-    sequence so far, with its prompt."""
-
-    slot: int
-    tokens: Sequence[int]
-    logits: Tensor
 
 
 @dataclass(slots=True)
@@ -225,11 +200,6 @@ def _run(pipeline: _Pipeline, row: HostRow) -> str:
 
 def _why(name: str, error: BaseException) -> str:
     return cut_why(f"logits processor {name}: {type(error).__name__}: {error}")
-
-
-def cut_why(why: str) -> str:
-    """`why`, cut to MAX_WHY_BYTES."""
-    return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
 
 
 def _built(stage: _Stage, prompt: Sequence[int]) -> LogitsProcessor:

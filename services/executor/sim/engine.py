@@ -26,8 +26,18 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.engine import Arena, BackendInfo, Pending, StepOutput, YieldDevice, keep_device
-from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines, Wait
+from services.executor.engine import (
+    Arena,
+    BackendInfo,
+    HostRow,
+    MakeProcessor,
+    Pending,
+    StepOutput,
+    YieldDevice,
+    adapters_of,
+    keep_device,
+)
+from services.executor.sampling.logits_processors import ProcessorPipelines, Wait
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
@@ -63,6 +73,8 @@ class SimOptions:
     max_context: int = 131_072
     timing: str = "step=5000"  # the setting `sim`
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by name
+    lora_places: int = 0
+    lora_rank: int = 64
 
 
 @dataclass(slots=True)
@@ -88,6 +100,7 @@ class SimBackend:
         self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
         self._blocks = SimBlocks(options.blocks, options.block_tokens, options.slots, options.max_context)
         self.copier = SimCopier(self._blocks, self._timing.copies)
+        self.adapters = adapters_of("sim", options.lora_places, options.lora_places, options.lora_rank)
 
     @property
     def info(self) -> BackendInfo:
@@ -112,6 +125,7 @@ class SimBackend:
             hidden=HIDDEN,
             memory_bytes=o.blocks * block_bytes,
             max_drafts=MOST_DRAFTS if self._timing.accept_pct else 0,
+            adapter_places=o.lora_places if self.adapters is not None else 0,
         )
 
     def warm_up(self) -> None:
@@ -123,6 +137,11 @@ class SimBackend:
         self._slots[opened.slot] = _Slot(
             opened, frozenset(opened.stop_ids), last, len(opened.tokens), max_length, tokens
         )
+        if self.adapters is not None:
+            self.adapters.open(opened)
+            added = self.adapters.seed(opened.slot)
+            opened = replace(opened, seed=(opened.seed + added) & _MASK)
+            self._slots[opened.slot].opened = opened
         self._host_rows.pipelines.open(opened)
         (self._grammars.add if opened.grammar else self._grammars.discard)(opened.slot)
 
@@ -204,6 +223,8 @@ class SimBackend:
     def reset(self) -> None:
         for slot in list(self._slots):
             self.close_slot(slot)
+        if self.adapters is not None:
+            self.adapters.reset()
 
     def sleep(self) -> None:
         self._blocks.signatures.fill(0)

@@ -30,8 +30,8 @@ from services.gateway.exchange import answer as sent
 from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text, valid
 from shared import api
 from shared.errors import BadRequest, HeadraceError
-from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
-from shared.openai.whole_answer import answer
+from shared.openai.call import CONTEXT_LENGTH, Call, answer, error_status, thinking
+from shared.session_hints import A_TIME, SessionFields, bad_hint, seconds_of
 
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -294,14 +294,14 @@ class CountTokensRequest(BaseModel):
     output_format: JsonFormat | None = Field(None, description="the old name of `output_config.format`")
     context_management: ContextManagement | None = Field(None, description="edits that change nothing")
     mcp_servers: Annotated[Any, api.only([])] = Field(None, description=api.NOT_YET)
-    cache_control: Any = Field(None, description=api.NO_EFFECT)
+    cache_control: Any = Field(None, description="`ttl`: the blocks of the session stay so long, if they can")
     speed: Any = Field(None, description=api.NO_EFFECT)
     billing_policy: Any = Field(None, description=api.NO_EFFECT)
     user_profile_id: Any = Field(None, description=api.NO_EFFECT)
     workspace_id: Any = Field(None, description=api.NO_EFFECT)
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, SessionFields):
     """A conversation to answer."""
 
     max_tokens: int = Field(ge=1, description="most tokens of the answer")
@@ -347,9 +347,35 @@ def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body
         body |= thinking(asked.thinking["type"] != "disabled")
     if isinstance(asked, MessagesRequest):
         body |= {"stop": asked.stop_sequences, "user": asked.metadata.get("user_id") or ""}
+        body |= {name: fields[name] for name in SessionFields.model_fields if fields.get(name) is not None}
+        body |= _kept(fields)
         if asked.stream:
             body["stream_options"] = {"include_usage": True}
     return body
+
+
+def _kept(fields: Body) -> Body:
+    """The longest `ttl` of a `cache_control`: of the request, a tool, a block. Raises BadRequest."""
+    longest = 0
+    for path, marked in _marked(fields):
+        control = marked.get("cache_control")
+        ttl = control.get("ttl") if isinstance(control, dict) else None
+        if ttl is None:
+            continue
+        if not (seconds := seconds_of(ttl)):
+            raise bad_hint(f"{path}cache_control.ttl", A_TIME)
+        longest = max(longest, seconds)
+    return {"prompt_cache_retention": f"{longest}s"} if longest else {}
+
+
+def _marked(fields: Body) -> Iterator[tuple[str, Body]]:
+    """What may have a `cache_control`, with its path, in a valid request."""
+    yield "", fields
+    lists = {"tools": fields.get("tools"), "system": fields.get("system")}
+    lists |= {f"messages.{i}.content": turn.get("content") for i, turn in enumerate(fields["messages"])}
+    for path, listed in lists.items():
+        if isinstance(listed, list):
+            yield from ((f"{path}.{i}.", each) for i, each in enumerate(listed) if isinstance(each, dict))
 
 
 def ignored(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> list[str]:

@@ -32,7 +32,7 @@ from services.gateway.store import COMPLETED, ENDED, Store, call_of, found, may_
 from shared.client.client import Client, error_of
 from shared.errors import BadRequest
 from shared.openai.call import Body, Call, Kept
-from shared.openai.whole_answer import answer as openai_answer
+from shared.openai.call import answer as openai_answer
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PREFIXES = {CHATS: "chatcmpl_", COMPLETIONS: "cmpl_"}  # of the ids that the gateway draws

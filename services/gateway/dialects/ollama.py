@@ -27,8 +27,7 @@ from services.gateway.native_call import served_model, served_models
 from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text, valid
 from shared import api
 from shared.errors import HeadraceError
-from shared.openai.call import MAX_INPUTS, Call, read_vectors_call, thinking
-from shared.openai.whole_answer import answer
+from shared.openai.call import MAX_INPUTS, Call, answer, read_vectors_call, thinking
 
 UNTYPED = "application/x-www-form-urlencoded"  # of curl, as in the examples of ollama's API
 LATEST = ":latest"  # ollama's tag of a name without one

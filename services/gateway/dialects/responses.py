@@ -151,7 +151,7 @@ class ResponseEvents(Chunks):
         self._held.clear()
         self._output = output_of(self._call, self._format)
 
-    def _start_over(self, finish: Iterable[Event] = ()) -> list[str]:
+    def _start_over(self) -> list[str]:
         """Send this attempt from its beginning: its text is another one."""
         if not self._stored:
             raise changed()
@@ -279,7 +279,8 @@ class Responses:
         if call.keep["response"].get("instructions"):
             before = before[1:]
         system = 1 if repeated["instructions"] else 0
-        return {**fields, "messages": [*own[:system], *before, answered, *own[system:]]}
+        session = {"session_id": call.bodies[0].get("session_id", previous)}  # the first of the chain
+        return {**session, **fields, "messages": [*own[:system], *before, answered, *own[system:]]}
 
     def keeping(
         self, frames: AsyncGenerator[Body], events: ResponseEvents, call: Call, client: Client

@@ -26,7 +26,6 @@ from services.keeper import core
 from services.keeper.records import Body
 from shared import bodies
 from shared.api import MAX_TIMEOUT_S
-from shared.client.chunks import DamagedFile
 from shared.errors import (
     EngineError,
     HeadraceError,
@@ -35,6 +34,7 @@ from shared.errors import (
     Unavailable,
     UnknownRequest,
 )
+from shared.nats.object_store import DamagedFile
 from shared.openai import batch_lines
 from shared.openai.call import Call
 

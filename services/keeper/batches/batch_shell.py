@@ -20,12 +20,11 @@ from services.keeper.parts import Keeper, Part
 from services.keeper.records import BATCH, Body, Hook
 from services.keeper.verbs import reply_subject
 from shared import bodies
-from shared.client.chunks import lines_of
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest, WireError
 from shared.nats import subjects
 from shared.nats.interface import Delivery, NoResponders, RequestTimeout
 from shared.nats.jetstream import StreamFull, Taken, deliveries
-from shared.nats.object_store import ObjectStore, new_id
+from shared.nats.object_store import ObjectStore, lines_of, new_id
 from shared.openai.batch_lines import InputCheck, read_line
 from shared.telemetry.counters import Counted, KeeperCounter
 
@@ -99,12 +98,19 @@ class Batches(Part):
             self._streams.nak(delivery.reply, FULL_DELAY_US)
         else:
             core = batch_core.BatchCore(batch, delivery.reply, self._bus.max_payload)
-            core.resolve = lambda name, request: self._aliases.resolve(name, tenant, request) or name
+            core.resolve = lambda name, request: self._model_of(name, tenant, request)
             held = self._held[key] = _Held(tenant, core)
             self._share()
             waited_us = age_at_first(age_us, deliveries(delivery.reply), FULL_DELAY_US)
             self._run(held, held.core.begin(self._clock.now_us(), waited_us))
         return True
+
+    def _model_of(self, name: str, tenant: str, request: str) -> str:
+        """The model for a line to an alias. An adapter answers under its own name."""
+        alias = self._aliases.get(name)
+        if alias is not None and alias.adapter is not None:
+            return name
+        return self._aliases.resolve(name, tenant, request) or name
 
     def on_answered(self, key: Key, outcome: Body | HeadraceError, size: int) -> bool:
         """A service answered a request; False: it is none of a batch here."""

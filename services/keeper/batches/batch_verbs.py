@@ -24,12 +24,11 @@ from services.keeper.parts import Keeper
 from services.keeper.records import Body
 from services.keeper.verbs import reply_subject
 from shared import bodies
-from shared.client.chunks import CHUNK_BYTES
 from shared.clock import Clock
 from shared.errors import BadRequest, DuplicateRequest, HeadraceError, PayloadTooLarge
 from shared.nats import subjects
 from shared.nats.jetstream import Taken
-from shared.nats.object_store import FILE_ID, ObjectStore, UnknownFile, new_id
+from shared.nats.object_store import CHUNK_BYTES, FILE_ID, ObjectStore, UnknownFile, new_id
 from shared.openai.batch_lines import MAX_FILE_BYTES
 from shared.openai.call import MAX_PROMPTS
 

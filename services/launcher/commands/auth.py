@@ -47,8 +47,8 @@ from services.launcher.leaf import PORT
 from services.launcher.nats_server import ServerLimits, quoted
 from shared.config import DEFAULT_NATS_URL
 from shared.errors import SetupError
-from shared.nats import access
-from shared.nats.access import Permissions
+from shared.nats import access, permissions
+from shared.nats.permissions import Permissions
 from shared.nats.subjects import DEFAULT_TENANT, token, untoken
 
 LIMIT_NAMES = ("connections", "subscriptions", "payload", "jetstream")
@@ -81,7 +81,7 @@ def accounts_block(services: Iterable[str], tenants: Mapping[str, tuple[str, Lim
     exports, imports = [], []
     accounts = []
     for tenant, (user, limits) in sorted(tenants.items()):
-        name, may = token(tenant), access.of_tenant(tenant)
+        name, may = token(tenant), permissions.of_tenant(tenant)
         exports += [_export(subject, name) for subject in may.subscribe]
         imports += [_import(subject, name) for subject in may.publish]
         usual = {"to": f"{access.INBOX}.>"}
@@ -179,7 +179,7 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
     read_limits(plan.limits)
     users, has_accounts = {}, plan.accounts or bool(credentials.account_of(folder))
     for subfolder, (user, allowed) in _wanted(folder, plan).items():
-        url = access.with_accounts(plan.url, on=has_accounts and subfolder in access.SERVICES)
+        url = access.with_accounts(plan.url, on=has_accounts and subfolder in permissions.SERVICES)
         password = _password(folder / subfolder / FILE, user, url, plan, report)
         users[user] = User(password, None if has_accounts and subfolder.startswith(TENANTS) else allowed)
     _write(folder / "gateway" / KEYS, _http_keys(folder, plan.force))
@@ -210,16 +210,19 @@ def tls_of(certificate: str, key: str) -> Tls | None:
     return Tls(certificate, key) if certificate else None
 
 
-def _wanted(folder: Path, plan: Plan) -> Mapping[str, tuple[str, access.Permissions]]:
+def _wanted(folder: Path, plan: Plan) -> Mapping[str, tuple[str, permissions.Permissions]]:
     """For every folder to fill: the name of its user and the user's permissions."""
-    wanted = {kind: (access.user_of(kind), access.of_service(kind, plan.fleet)) for kind in access.SERVICES}
+    wanted = {
+        kind: (access.user_of(kind), permissions.of_service(kind, plan.fleet))
+        for kind in permissions.SERVICES
+    }
     operator = access.OPERATOR
-    wanted[operator] = (access.user_of(operator), access.of_operator(plan.fleet))
+    wanted[operator] = (access.user_of(operator), permissions.of_operator(plan.fleet))
     if _has_leaves(folder, plan):
-        wanted[access.LEAF] = (access.user_of(access.LEAF), access.of_leaf())
+        wanted[access.LEAF] = (access.user_of(access.LEAF), permissions.of_leaf())
     there = tenants_in(folder)
     for tenant in dict.fromkeys([*there, *_checked(plan.tenants), *([] if there else [DEFAULT_TENANT])]):
-        wanted[f"{TENANTS}/{token(tenant)}"] = (token(tenant), access.of_tenant(tenant))
+        wanted[f"{TENANTS}/{token(tenant)}"] = (token(tenant), permissions.of_tenant(tenant))
     return wanted
 
 

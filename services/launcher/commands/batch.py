@@ -19,14 +19,13 @@ from typing import IO, Any
 
 from services.launcher.console import StatusLine, actions_of, load
 from services.launcher.session import Target, connected, find_target
-from shared.client.chunks import CHUNK_BYTES
 from shared.client.client import Client
 from shared.client.file_client import FileClient, asked
 from shared.clock import SystemClock
 from shared.errors import SetupError, Unavailable, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import RequestTimeout
-from shared.nats.object_store import UnknownFile
+from shared.nats.object_store import CHUNK_BYTES, UnknownFile
 from shared.openai.batch_lines import CANCELLED, COMPLETED, EXPIRED, FAILED, MAX_FILE_BYTES, read_line
 
 Body = dict[str, Any]

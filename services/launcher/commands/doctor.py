@@ -68,8 +68,8 @@ def doctor(loaded: Loaded) -> int:
 def examine(loaded: Loaded, begins: Callable[[str], None] = lambda what: None) -> Iterator[Finding]:
     """Run every check; some take seconds. `begins` is called with the subject of each."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
-        _python, _packages, _kernels, _libraries, _server_binary, _model, _dtype_and_threads,
-        _shared_memory, _variables, _connection,
+        _python, _packages, _kernels, _libraries, _gpus, _server_binary, _model, _dtype_and_threads,
+        _gpu_kernels, _shared_memory, _variables, _connection,
     )  # fmt: skip
     for check in checks:
         begins(f"{check.__name__.strip('_').replace('_', ' ')} …")
@@ -109,6 +109,89 @@ def _libraries(loaded: Loaded) -> Iterator[Finding]:
             yield Finding(level, f"{name} is missing", mend)
         else:
             yield Finding("ok", f"{what}{name} {importlib.metadata.version(name)}")
+
+
+def _gpus(loaded: Loaded) -> Iterator[Finding]:
+    """The GPUs of an executor, and what compiles for them."""
+    count = _gpus_used(loaded.settings)
+    if not count:
+        return
+    import torch
+
+    from services.executor.checkpoint.loader import device_of
+
+    try:
+        device_of("cuda", count - 1)
+    except SetupError as error:
+        yield Finding("fail", "GPU", error.message)
+        return
+    for index in range(count):
+        found, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        memory = f"{total / 2**30:.0f} GiB, {free / 2**30:.0f} GiB free"
+        yield Finding("ok", f"GPU {index}: {found.name} ({found.major}.{found.minor}), {memory}, {_driver()}")
+    if importlib.util.find_spec("triton") is None:
+        yield Finding("fail", "triton is missing", "pip install triton, in the release that torch names")
+        return
+    triton = importlib.metadata.version("triton")
+    yield Finding("ok", f"torch for CUDA {torch.version.cuda}, triton {triton}")
+    os.environ.update(environment("executor", os.environ))
+    from services.executor.cuda.engine import check_compiler
+
+    try:
+        check_compiler()
+    except SetupError as error:
+        yield Finding("fail", "compiler", error.message)
+
+
+def _gpus_used(settings: Settings) -> int:
+    """How many GPUs one executor has; 0: it computes on the CPU."""
+    device, ranks = settings.device_and_ranks
+    if settings.backend == "sim" or device == "cpu" or importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return ranks if device == "cuda" or torch.cuda.is_available() else 0
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "driver unknown (nvidia-smi does not answer)"
+    return f"driver {done.stdout.split()[0]}" if done.stdout.split() else "driver unknown"
+
+
+def _gpu_kernels(loaded: Loaded) -> Iterator[Finding]:
+    """The kernel of each operation of the model on a GPU, and what would be faster."""
+    settings = loaded.settings
+    if not (count := _gpus_used(settings)) or importlib.util.find_spec("triton") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        return  # `_gpus` reports it
+    from services.executor.checkpoint.config import read_shapes
+    from services.executor.checkpoint.loader import kept_on_gpu
+    from services.executor.checkpoint.weights import format_of
+    from services.executor.cuda.kernel_configs import Computed, choices
+
+    try:
+        path = resolve(settings.model, settings.cache_dir).path
+        dummy = settings.backend == "dummy"
+        shapes = read_shapes(path) if dummy else format_of(path).stored(path)[0]
+    except SetupError:
+        return  # `_model` reports it
+    dtype, _, kv = settings.dtype.partition("/")
+    dtype = kept_on_gpu(path) if dtype == "auto" else dtype
+    computed = Computed(
+        device=torch.cuda.get_device_name(0), head_dim=shapes.head_dim, block_tokens=settings.block_tokens,
+        ranks=1 if settings.is_pipeline else count, wide=dtype == "f32", fp8_kv=kv == "fp8",
+        deterministic=settings.deterministic, kept_in=dtype if dtype in ("fp8", "int4") else "",
+    )  # fmt: skip
+    for choice in choices(computed):
+        faster = f"faster: {choice.faster}" if choice.faster else ""
+        yield Finding("warn" if faster else "ok", f"{choice.operation}: {choice.kernel}", faster)
 
 
 def _server_binary(loaded: Loaded) -> Iterator[Finding]:

@@ -97,6 +97,8 @@ def read_targets(targets: Sequence[str]) -> dict[str, int]:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
+    if "adapter" in entry:
+        return f"{entry['id']}: {entry.get('state', 'of another fleet')}, an adapter of {entry['root']}"
     if "targets" not in entry:
         root = f", a name of {entry['root']}" if entry["root"] != entry["id"] else ""
         return f"{entry['id']}: {entry.get('state', 'of another fleet')}{root}"

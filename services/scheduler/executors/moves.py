@@ -15,9 +15,9 @@ within it. Without another executor for them, they stay.
 
 from __future__ import annotations
 
-from services.scheduler import admission, preemption
+from services.scheduler import admission, headroom, load_shedding
 from services.scheduler.kv_tiers import store
-from services.scheduler.preemption import RecomputeCost, backlog_us, requeue, withdraw
+from services.scheduler.preemption import RecomputeCost, backlog_us, requeue
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import DECODE, PREFILL, Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
@@ -85,6 +85,8 @@ def has_room(state: State, executor: Executor, sequence: Sequence) -> bool:
     if any(q is not None and (q.preempted or (prompts and q.groups and q.level < level)) for q in queues):
         return False
     group = _alone(sequence)
+    if sequence.request.tokenized.adapter:
+        load_shedding.adapting().prepare(state, group, _others(state, executor))
     return any(
         admission.can_start(state, other, group)
         and backlog_us(other, None, RecomputeCost.of(other)) <= BACKLOG_US
@@ -99,12 +101,12 @@ def _await_blocks(state: State, executor: Executor, sequence: Sequence) -> None:
     able = [
         e
         for e in _others(state, executor)
-        if admission.may_join(state, e, group) and preemption.can_fit(e, group)
+        if admission.may_join(state, e, group) and headroom.can_fit(e, group)
     ]
     if able:
         goal = max(able, key=lambda e: (e.pool.unreserved_blocks + e.pool.coming_blocks, e.source))
-        goal.awaited_blocks = sum(preemption.reservations(state, goal, group))
-        goal.awaited_blocks += preemption.headroom_blocks(state, goal, group.sequences)
+        goal.awaited_blocks = sum(headroom.reservations(state, goal, group))
+        goal.awaited_blocks += headroom.headroom_blocks(state, goal, group.sequences)
 
 
 def _alone(sequence: Sequence) -> SequenceGroup:
@@ -121,7 +123,7 @@ def leave(state: State, executor: Executor, sequence: Sequence, why: str) -> Non
         below_blocks=sum(block in executor.pool.clean for block in sequence.table),
     )
     state.counters.moves += 1
-    withdraw(state, sequence, len(sequence.tokens) - 1)
+    headroom.withdraw(state, sequence, len(sequence.tokens) - 1)
     requeue(state, sequence)
 
 

@@ -31,16 +31,23 @@ GUESS_FETCH_BYTES_PER_US = 500.0  # rate of the remote tier until it has been me
 
 def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceGroup) -> None:
     """Load what the device lacks of a sequence that has just been admitted, if that is faster."""
-    tier = state.tiers.below(executor.hello, state.now_us)
-    result = group.lookup_results.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
-    if tier is None or result is None or result.at_us < 0 or sequence.computed % executor.hello.block_tokens:
+    offload = state.tiers.below(executor.hello, state.now_us)
+    result = (
+        group.lookup_results.get((offload.actor, executor.hello.fingerprint)) if offload is not None else None
+    )
+    if (
+        offload is None
+        or result is None
+        or result.at_us < 0
+        or sequence.computed % executor.hello.block_tokens
+    ):
         return
     keys, valid = _available(executor, sequence, result)
     if not keys or sequence.reserved < len(keys):
         return
     first = len(sequence.table)
     remote = result.found[first : first + len(keys)].count(transfers.REMOTE)
-    load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
+    load_us = _load_us(executor, offload, len(keys), remote, state.now_us)
     costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
     delay_us = load_us if executor.role == DECODE else 0  # of rows that decode there, if it computes
@@ -48,7 +55,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
         sequence.record_decision(
             state.now_us,
             "recompute",
-            f"loading {sum(valid)} tokens from {tier.source} would take longer",
+            f"loading {sum(valid)} tokens from {offload.source} would take longer",
             reload_us=load_us,
             recompute_us=compute_us,
         )
@@ -57,9 +64,9 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
             return
         keys, valid = keys[: transfers.TRY_BLOCKS], valid[: transfers.TRY_BLOCKS]
         remote = result.found[first : first + len(keys)].count(transfers.REMOTE)
-        load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
+        load_us = _load_us(executor, offload, len(keys), remote, state.now_us)
         executor.up.tried_us = state.now_us
-    job = _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us, compute_us))
+    job = _send_prefetch(state, executor, offload, sequence, _Load(keys, valid, load_us, compute_us))
     if job is not None:
         job.fetched = [at in result.fetched for at in range(first, first + len(keys))]
 
@@ -71,24 +78,27 @@ def _may_try(state: State, executor: Executor) -> bool:
 
 
 def predicted(state: State, executor: Executor, group: SequenceGroup, held_blocks: int) -> tuple[int, int]:
-    """How many blocks of a waiting group a tier holds after those that the executor holds, and the predicted
-    time to load them; (0, 0) if none."""
-    tier = state.tiers.below(executor.hello, state.now_us)
-    result = group.lookup_results.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
-    if tier is None or result is None or result.at_us < 0:
+    """How many blocks of a waiting group the tiers hold after those that the executor holds, and the
+    predicted time to load them; (0, 0) if none."""
+    offload = state.tiers.below(executor.hello, state.now_us)
+    result = (
+        group.lookup_results.get((offload.actor, executor.hello.fingerprint)) if offload is not None else None
+    )
+    if offload is None or result is None or result.at_us < 0:
         return 0, 0
     found = list(takewhile(bool, result.found[held_blocks:]))
-    return len(found), _load_us(executor, tier, len(found), found.count(transfers.REMOTE), state.now_us)
+    return len(found), _load_us(executor, offload, len(found), found.count(transfers.REMOTE), state.now_us)
 
 
 def _available(
     executor: Executor, sequence: Sequence, result: transfers.LookupResult
 ) -> tuple[list[bytes], list[int]]:
-    """Keys of the blocks that a tier holds after those of the table, and the tokens in each."""
+    """Keys of the blocks that the tiers hold after those of the table, and the tokens in each."""
     first, full = len(sequence.table), (len(sequence.tokens) - 1) // executor.hello.block_tokens
     count = len(list(takewhile(bool, result.found[first:])))
-    if first >= len(result.found) == lookups.MAX_KEYS and result.found[-1]:
-        count = lookups.MAX_KEYS  # a lookup has no room for more keys: the load will show how many are there
+    if result.goes_on and first + count >= len(result.found):
+        count = lookups.MAX_KEYS  # the load will show how many are there
+    count = min(count, lookups.MAX_KEYS)  # in one message; _load_next_part follows
     tail = sequence.tail
     keys = sequence.keys[first : min(first + count, full)]
     valid = [executor.hello.block_tokens] * len(keys)
@@ -100,21 +110,21 @@ def _available(
 
 def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> None:
     """Load the next part of a long prefix."""
-    tier = state.tiers.below(executor.hello, state.now_us)
-    if tier is None:
+    offload = state.tiers.below(executor.hello, state.now_us)
+    if offload is None:
         return
-    result = transfers.LookupResult(state.now_us, (1,) * lookups.MAX_KEYS, state.now_us)
+    result = transfers.LookupResult(state.now_us, at_us=state.now_us, goes_on=True)
     keys, valid = _available(executor, sequence, result)
     if keys and sequence.reserved >= len(keys):
-        load_us = _load_us(executor, tier, len(keys), 0, state.now_us)
-        _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us))
+        load_us = _load_us(executor, offload, len(keys), 0, state.now_us)
+        _send_prefetch(state, executor, offload, sequence, _Load(keys, valid, load_us))
 
 
-def _load_us(executor: Executor, tier: transfers.Tier, blocks: int, remote: int, now_us: int) -> int:
+def _load_us(executor: Executor, offload: transfers.Offload, blocks: int, remote: int, now_us: int) -> int:
     size = executor.hello.bytes_per_block
-    fetch_us = int(remote * size / (tier.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
+    fetch_us = int(remote * size / (offload.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
     # The link works on its queue until KvReady.
-    ask_us = tier.answer_us + fetch_us + executor.up.trip_us // 2
+    ask_us = offload.answer_us + fetch_us + executor.up.trip_us // 2
     wait_us = max(executor.up.wait_us() - ask_us, 0)
     links = [executor.up]
     if not executor.up.is_known(now_us) and executor.down.copies_seen:
@@ -134,7 +144,7 @@ class _Load(NamedTuple):
 
 
 def _send_prefetch(
-    state: State, executor: Executor, tier: transfers.Tier, sequence: Sequence, load: _Load
+    state: State, executor: Executor, offload: transfers.Offload, sequence: Sequence, load: _Load
 ) -> transfers.Job | None:
     keys, valid, load_us, compute_us = load
     sequence.reserved -= len(keys)
@@ -145,7 +155,7 @@ def _send_prefetch(
     if any(source in blocks for source, _ in executor.fork_copies):
         return None  # the next step reads one of them for a fork: compute instead
     deadline_us = min(max(compute_us or MOST_DEADLINE_US, LEAST_DEADLINE_US), MOST_DEADLINE_US)
-    job = lookups.start_job(state, executor, tier, blocks, keys)
+    job = lookups.start_job(state, executor, offload, blocks, keys)
     job.up, job.valid, job.seq = True, valid, sequence.seq
     job.due_us, job.lease_us = state.now_us + deadline_us + transfers.ANSWER_US, state.now_us + LEASE_US
     job.predicted_us, job.recompute_us = load_us, compute_us
@@ -158,22 +168,27 @@ def _send_prefetch(
         lease_us=LEASE_US,
         fingerprint=executor.hello.fingerprint,
     )
-    state.send(tier.source, message, sequence.request.trace)
+    state.send(offload.source, message, sequence.request.trace)
     return job
 
 
 def on_ready(state: State, source: str, message: KvReady) -> None:
     """A prefix of the job's keys is in the arena, and stays there for the lease: copy it up."""
-    job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
-    if tier is None:
+    job, offload = state.tiers.jobs.get(message.job), state.tiers.named(source)
+    if offload is None:
         return
-    if job is None or job.phase is not transfers.JobPhase.REQUESTED or not job.up or job.tier != tier.actor:
+    if (
+        job is None
+        or job.phase is not transfers.JobPhase.REQUESTED
+        or not job.up
+        or job.offload != offload.actor
+    ):
         state.send(source, KvRelease(jobs=ints([message.job])))
         return
     executor, sequence = lookups.executor_of(state, job), _sequence(state, job)
-    tier.on_answered(0 if message.from_l2 else state.now_us - job.began_us)
+    offload.on_answered(0 if message.from_l2 else state.now_us - job.began_us)
     there = _usable(job, message)
-    if executor is None or sequence is None or not there or message.arena_generation != tier.generation:
+    if executor is None or sequence is None or not there or message.arena_generation != offload.generation:
         lookups.finish(state, job)
         if sequence is not None:
             _end(state, job, sequence, "no tier has its blocks any more", came=False)
@@ -181,7 +196,9 @@ def on_ready(state: State, source: str, message: KvReady) -> None:
     size = executor.hello.bytes_per_block
     if message.from_l2 and message.took_us:
         rate = message.from_l2 * size / message.took_us
-        tier.fetch_bytes_per_us += (rate - tier.fetch_bytes_per_us) / (4 if tier.fetch_bytes_per_us else 1)
+        offload.fetch_bytes_per_us += (rate - offload.fetch_bytes_per_us) / (
+            4 if offload.fetch_bytes_per_us else 1
+        )
     fetched = max(sum(job.fetched[:there]), min(message.from_l2, there))
     state.counters.l2_hit_blocks += fetched
     state.counters.l1_hit_blocks += there - fetched
@@ -211,7 +228,7 @@ def _usable(job: transfers.Job, message: KvReady) -> int:
     return count
 
 
-def on_copied(state: State, job: transfers.Job, executor: Executor, message: KvCopied) -> None:
+def end_copy(state: State, job: transfers.Job, executor: Executor, message: KvCopied) -> None:
     """A load has ended. If it took longer than the lease, it may have read other bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
@@ -232,7 +249,7 @@ def on_copied(state: State, job: transfers.Job, executor: Executor, message: KvC
     _adopt(state, executor, sequence, job)
     state.counters.loads += 1
     state.counters.add_restore(state.now_us - job.began_us, job.predicted_us)
-    _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.tier}")
+    _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.offload}")
     entries = len(sequence.table)
     if entries >= lookups.MAX_KEYS and sequence.computed == entries * executor.hello.block_tokens:
         _load_next_part(state, executor, sequence)
@@ -250,14 +267,14 @@ def _adopt(state: State, executor: Executor, sequence: Sequence, job: transfers.
     full = job.valid.count(block_tokens)  # all but a tail
     blocks, keys = job.blocks[:full], job.keys[:full]
     pool.register(blocks, keys)
-    if lookups.tier_of(state, job) is not None:
+    if lookups.offload_of(state, job) is not None:
         for block, key in zip(blocks, keys, strict=True):
             pool.mark_clean(block, key)
     sequence.registered = max(sequence.registered, sequence.computed // block_tokens)
 
 
 def expire(state: State, job: transfers.Job) -> None:
-    """The tier has not answered in time."""
+    """The kv_offload has not answered in time."""
     lookups.finish(state, job)
     sequence = _sequence(state, job)
     if sequence is not None:

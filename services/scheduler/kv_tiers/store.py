@@ -8,23 +8,33 @@ planner call `copy_dirty`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
-from services.scheduler import preemption, prefix_cache
-from services.scheduler.kv_tiers import lookups
-from services.scheduler.preemption import RecomputeCost, headroom_blocks
+from services.scheduler import headroom, preemption, prefix_cache
+from services.scheduler.kv_tiers import load, lookups
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
 from services.scheduler.state.requests import Phase as SequencePhase
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, TRY_BLOCKS, Job, JobPhase, Tier
+from services.scheduler.state.transfers import (
+    ANSWER_US,
+    LONG_COPY_US,
+    MISSES,
+    TRY_BLOCKS,
+    Job,
+    JobPhase,
+    Offload,
+)
 from shared import messages
+from shared.kv_blocks import KEY_BYTES
 
 LEASE_US = 10_000_000
 EAGER_BYTES = 8 << 20  # of an eager copy: on a CPU it takes a core from the steps for 2 ms
 JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: the next copy does not wait long
 JOB_BLOCKS = 128
 MAX_JOBS = 2  # at once: one is copied while the next is requested
-MAX_JUDGED = 256  # dirty blocks at one time; or twice as many as are needed
+MAX_JUDGED = 256  # blocks at one time, beside those that are dropped or copied
 JUDGED_TOGETHER = 16  # blocks of a sequence with one verdict
 EAGER_US = 20_000  # between two calls of the policy while no free blocks are needed
 EAGER_SHARE = 20  # eager copies take at most 1 / 20 of the time
@@ -32,7 +42,7 @@ IDLE_US = 200_000  # without a request before eager copies: the next turn of a c
 BUSY_US = 1_000  # as EAGER_US, if free blocks are needed but MAX_JOBS run
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
 LEFT_TOKENS = 32  # of a sequence that moves: they are computed again in a part of one step
-PREEMPTING_PM = 600  # headroom (../preemption.py) that only recent preemptions cause
+PREEMPTING_PM = 600  # headroom (../headroom.py) that only recent preemptions cause
 
 
 def copy_dirty(state: State, executor: Executor) -> bool:
@@ -50,8 +60,8 @@ def copy_dirty(state: State, executor: Executor) -> bool:
     if pressed > 0 and busy and state.now_us - executor.store_pace.judged_us < BUSY_US:
         return False
     executor.store_pace.judged_us = state.now_us
-    tier = state.tiers.below(executor.hello, state.now_us)
-    if tier is None:
+    offload = state.tiers.below(executor.hello, state.now_us)
+    if offload is None:
         return _give_up(executor, pressed)
     swaps = state.limits.policy.leaves
     room = 0 if busy else most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
@@ -64,15 +74,17 @@ def copy_dirty(state: State, executor: Executor) -> bool:
         copy_us = executor.down.copy_us(len(chosen) * executor.hello.bytes_per_block)
         executor.store_pace.next_eager_us = state.now_us + EAGER_SHARE * copy_us
     if chosen:
-        _store(state, executor, tier, chosen, leaves=swaps)
+        _store(state, executor, offload, chosen, leaves=swaps)
     elif pressed > 0 and room and not executor.down.pending_jobs and _is_preemption_likely(state, executor):
-        _store_ahead(state, executor, tier, room)
+        _store_ahead(state, executor, offload, room)
     return pool.free_blocks > free_before
 
 
 def needs_ticks(state: State) -> bool:
     """True while there is no request and eager copies are possible: the actor then sends ticks."""
-    idle = not state.requests and not state.draining and state.prefix_reuse_pm >= EAGER_COPY_PM
+    if state.sessions.wants_ticks():
+        return True
+    idle = not state.requests and not state.draining and state.reuse.most_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
 
@@ -98,8 +110,8 @@ def _pressed(state: State, executor: Executor) -> int:
         wanted += executor.awaited_blocks
     group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
     if group is not None and group.request.tokenized.model == executor.hello.model:
-        wanted += sum(preemption.reservations(state, executor, group))
-        wanted += headroom_blocks(state, executor, group.sequences)
+        wanted += sum(headroom.reservations(state, executor, group))
+        wanted += headroom.headroom_blocks(state, executor, group.sequences)
         if group.resumes:  # its cached blocks are used again
             hits = prefix_cache.lookup(executor, group.sequences[0])
             wanted -= len(hits) - pool.free_taken_by(hits)
@@ -108,7 +120,7 @@ def _pressed(state: State, executor: Executor) -> int:
 
 def _give_up(executor: Executor, pressed: int) -> bool:
     """Drop blocks, since there is no tier. True if there were any."""
-    blocks = executor.pool.to_copy(max(pressed, 0))
+    blocks = list(islice(executor.pool.dirty, max(pressed, 0)))
     for block in blocks:
         executor.pool.give_up(block)
     return bool(blocks)
@@ -117,19 +129,19 @@ def _give_up(executor: Executor, pressed: int) -> bool:
 def _store(
     state: State,
     executor: Executor,
-    tier: Tier,
+    offload: Offload,
     blocks: list[int],
     *,
     leaves: bool = False,
     after_step: int = 0,
     urgent: bool = False,
 ) -> int:
-    """Start a store job: ask the tier to reserve ranges for these blocks. Returns its number. `urgent`: a
+    """Start a store job: ask kv_offload to reserve ranges for these blocks. Returns its number. `urgent`: a
     sequence will load them soon."""
     pool, hello = executor.pool, executor.hello
     keys = [key for block in blocks if (key := pool.key_of[block]) is not None]
     preempted = any(is_preempted(state, pool.owner_of[block][0]) for block in blocks)
-    job = lookups.start_job(state, executor, tier, blocks, keys)
+    job = lookups.start_job(state, executor, offload, blocks, keys)
     job.due_us, job.lease_us = state.now_us + ANSWER_US, state.now_us + LEASE_US
     job.leaves, job.after_step = leaves, after_step
     lookups.count_queued(executor, job, len(blocks) * hello.bytes_per_block)
@@ -143,7 +155,7 @@ def _store(
         valid_tokens=messages.ints(pool.valid_tokens.get(block, hello.block_tokens) for block in blocks),
         fingerprint=hello.fingerprint,
     )
-    state.send(tier.source, message)
+    state.send(offload.source, message)
     return job.number
 
 
@@ -153,7 +165,7 @@ def _is_preemption_likely(state: State, executor: Executor) -> bool:
     return may and state.limits.policy.ahead
 
 
-def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> None:
+def _store_ahead(state: State, executor: Executor, offload: Offload, room: int) -> None:
     """Copy blocks of the next victim, so that its preemption does not have to. Skipped if the copy takes less
     than a step: most running sequences end before they are preempted."""
     victim = _next_victim(state, executor)
@@ -171,16 +183,16 @@ def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> Non
     ][:room]
     if blocks:
         state.counters.stored_ahead_blocks += len(blocks)
-        _store(state, executor, tier, blocks, after_step=executor.step)
+        _store(state, executor, offload, blocks, after_step=executor.step)
 
 
 def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
     """Copy the full blocks of a running sequence, a part of them at a call. True once the copies have ended
     and at most LEFT_TOKENS are not below: they grow while it runs. Also if computing the blocks again takes
-    less time. Each block is tried once: the tier may have no room for it."""
+    less time. Each block is tried once: kv_offload may have no room for it."""
     pool = executor.pool
-    tier = state.tiers.below(executor.hello, state.now_us)
-    if tier is None or not pool.write_back:
+    offload = state.tiers.below(executor.hello, state.now_us)
+    if offload is None or not pool.write_back:
         return True
     if sequence.copies.store_job in state.tiers.jobs:
         return False
@@ -204,7 +216,9 @@ def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
         if block is not None and block not in pool.clean:
             blocks.append(block)
     if blocks:
-        sequence.copies.store_job = _store(state, executor, tier, blocks, after_step=after_step, urgent=True)
+        sequence.copies.store_job = _store(
+            state, executor, offload, blocks, after_step=after_step, urgent=True
+        )
     return not blocks and sequence.copies.stored == full  # copied for others, or refused
 
 
@@ -228,16 +242,22 @@ def _next_victim(state: State, executor: Executor) -> Sequence | None:
 
 
 def on_reserved(state: State, source: str, message: messages.KvReserved) -> None:
-    """The tier has reserved a range for each block, or none. Blocks that it has already are clean, blocks
+    """A kv_offload has reserved a range for each block, or none. Blocks that it has already are clean, blocks
     without a range are given up."""
-    job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
-    if tier is None or job is None or job.phase is not JobPhase.REQUESTED or job.up or job.tier != tier.actor:
-        if tier is not None:
+    job, offload = state.tiers.jobs.get(message.job), state.tiers.named(source)
+    if (
+        offload is None
+        or job is None
+        or job.phase is not JobPhase.REQUESTED
+        or job.up
+        or job.offload != offload.actor
+    ):
+        if offload is not None:
             state.send(source, messages.KvRelease(jobs=messages.ints([message.job])))
         return
-    tier.on_answered(state.now_us - job.began_us)
+    offload.on_answered(state.now_us - job.began_us)
     executor = lookups.executor_of(state, job)
-    fits = len(message.offsets) == len(job.blocks) and message.arena_generation == tier.generation
+    fits = len(message.offsets) == len(job.blocks) and message.arena_generation == offload.generation
     job.written = [int(offset >= 0) for offset in message.offsets] if fits else []
     if executor is None or not any(job.written):
         _end(state, job, [fits and offset == messages.PRESENT for offset in message.offsets])
@@ -258,28 +278,42 @@ def on_reserved(state: State, source: str, message: messages.KvReserved) -> None
     state.send(executor.source, copy)
 
 
-def on_copied(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
+def on_copied(state: State, source: str, message: messages.KvCopied) -> None:
+    """A copy has ended. `no_arena` and `stale_arena`: the executor has not mapped the arena yet."""
+    job = state.tiers.jobs.get(message.job)
+    if job is None or job.phase is not JobPhase.COPYING or source != f"executor.{job.executor}":
+        return
+    executor = lookups.executor_of(state, job)
+    if executor is None:
+        return
+    if message.status in ("no_arena", "stale_arena"):
+        for _ in range(MISSES):
+            lookups.on_missed(state, job.offload)
+    (load.end_copy if job.up else _end_copy)(state, job, executor, message)
+
+
+def _end_copy(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
     """The copy has ended. Its bytes are valid if it succeeded within the lease, and all steps that wrote its
     blocks have succeeded."""
-    tier = lookups.tier_of(state, job)
+    offload = lookups.offload_of(state, job)
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     ok = ok and job.after_step <= executor.pool.acked_step
     if ok:
         executor.down.observe(job.queued_bytes, message.took_us, state.now_us)
         state.counters.stored_blocks += sum(job.written)
     lookups.uncount_queued(executor, job)
-    if not ok or tier is None:
+    if not ok or offload is None:
         state.counters.stores_failed += 1
         _end(state, job, [])
         return
     job.phase, job.due_us = JobPhase.STORING, state.now_us + ANSWER_US
-    state.send(tier.source, messages.KvCommit(job=job.number, written=messages.ints(job.written)))
+    state.send(offload.source, messages.KvCommit(job=job.number, written=messages.ints(job.written)))
 
 
 def on_stored(state: State, source: str, message: messages.KvStored) -> None:
-    """The tier reports which blocks can be read from it now."""
+    """A kv_offload reports which blocks can be read from it now."""
     job = state.tiers.jobs.get(message.job)
-    if job is not None and job.phase is JobPhase.STORING and source == f"kv_offload.{job.tier}":
+    if job is not None and job.phase is JobPhase.STORING and source == f"kv_offload.{job.offload}":
         held = [tier > 0 for tier in message.tiers]
         if (sender := state.tiers.named(source)) is not None:
             sender.stores += 1
@@ -288,8 +322,22 @@ def on_stored(state: State, source: str, message: messages.KvStored) -> None:
         _end(state, job, held, release=False)
 
 
-def expire(state: State, job: Job) -> None:
-    """The tier has not answered in time."""
+def expire(state: State) -> None:
+    """End lookups and jobs without an answer in time."""
+    lookups.expire(state)
+    for job in [job for job in state.tiers.jobs.values() if job.due_us <= state.now_us]:
+        if job.phase is not JobPhase.COPYING:
+            lookups.on_missed(state, job.offload)
+            expire_job(state, job)
+
+
+def expire_job(state: State, job: Job) -> None:
+    """End a job without an answer in time, or without a kv_offload."""
+    (load.expire if job.up else _expire)(state, job)
+
+
+def _expire(state: State, job: Job) -> None:
+    """The kv_offload has not answered in time."""
     _end(state, job, [])
 
 
@@ -321,7 +369,6 @@ class _Conditions:
     pressed: int  # needed blocks beyond the free ones
     copy_us: int  # for a block, with its share of half the wait; 0: copy to measure the link
     preempted_us: int  # likewise for preempted sequences, which wait for the copy: never 0 to measure
-    chance_pm: int
     recompute: RecomputeCost
 
 
@@ -330,26 +377,32 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
 
     The policy of kind `tier` judges groups of blocks: the time of a copy (measured rate, with half the queue)
     against the time to compute it again (by the tokens before it) times the chance that it is used again.
-    The chance is 1 for preempted sequences, and for ended ones the share of prompts found in caches.
+    The chance is 1 for preempted sequences, and for ended ones the share of their tenant's prompts that
+    caches had.
+
+    A call looks at MAX_JUDGED blocks that stay dirty, and the next call goes on after them: while the link is
+    busy, a large cache of blocks that wait for it costs no more than a small one.
     """
     pool = executor.pool
     conditions = _Conditions(
         pressed=pressed,
         copy_us=_copy_us(state, executor),
         preempted_us=_expected_us(executor),
-        chance_pm=state.prefix_reuse_pm,
         recompute=RecomputeCost.of(executor),
     )
-    judge, chosen, dealt = state.limits.policy.function("tier"), list[int](), 0
+    judge, chosen, dealt, kept = state.limits.policy.function("tier"), list[int](), 0, 0
     verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # (sequence, group of its blocks) -> verdict
-    stable = MAX_JUDGED if room and pressed > 0 else 0
-    for block in pool.to_copy(max(MAX_JUDGED, 2 * pressed), stable):
-        if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
-            break  # enough
-        seq, at = pool.owner_of[block]
+    dirty = pool.judge(room)
+    stable = islice(pool.stable, MAX_JUDGED if room and pressed > 0 else 0)
+    while dealt < pressed or (pressed <= 0 and len(chosen) < room):
+        block = next(dirty if kept < MAX_JUDGED else stable, None)
+        if block is None and (block := next(stable, None)) is None:
+            break
+        seq, at, tenant, length = pool.owner_of[block]
         group = seq, at // JUDGED_TOGETHER
         if group not in verdicts:
-            view = _view(state, executor, conditions, group)
+            chance_pm = state.sessions.chance_pm(state, seq, at, tenant)
+            view = _view(state, executor, conditions, seq, chance_pm, length)
             verdicts[group] = judge(view), view.preempted
         what, preempted = verdicts[group]
         if what == "drop" and pool.give_up(block):
@@ -359,6 +412,8 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         elif what == "copy" and len(chosen) < room:
             chosen.append(block)
             dealt += 1
+        else:
+            kept += 1
     return chosen
 
 
@@ -380,15 +435,19 @@ def _expected_us(executor: Executor) -> int:
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * most_blocks(executor))
 
 
-def _view(state: State, executor: Executor, conditions: _Conditions, group: tuple[int, int]) -> OffloadView:
-    preempted = is_preempted(state, group[0])
+def _view(
+    state: State, executor: Executor, conditions: _Conditions, seq: int, chance_pm: int, length: int
+) -> OffloadView:
+    """`length`: blocks of the sequence. Each of them has the price of the last one, since without the first
+    the others are of no use: the first ones, computed fast, would be dropped after the others were copied."""
+    preempted = is_preempted(state, seq)
     return OffloadView(
         preempted=preempted,
         pressed=conditions.pressed > 0,
         idle=not executor.down.pending_jobs,
-        chance_pm=1000 if preempted else conditions.chance_pm,
+        chance_pm=1000 if preempted else chance_pm,
         copy_us=conditions.preempted_us if preempted else conditions.copy_us,
-        recompute_us=conditions.recompute.block_us(group[1] * JUDGED_TOGETHER),
+        recompute_us=conditions.recompute.block_us(length - 1),
     )
 
 
@@ -400,3 +459,31 @@ def is_preempted(state: State, seq: int) -> bool:
     """Whether the sequence waits, and will use its computed blocks."""
     sequence = state.sequences.get(seq)
     return sequence is not None and sequence.phase is SequencePhase.WAITING
+
+
+def on_step_failed(state: State, executor: Executor, step: int) -> None:
+    """Void the stores of blocks that a failed step may have written."""
+    for job in state.tiers.jobs.values():
+        if job.executor == executor.hello.executor and not job.up and job.after_step >= step:
+            job.void = True
+
+
+def on_evicted(state: State, source: str, message: messages.KvGone) -> None:
+    """No tier holds these keys any more. Blocks of preempted sequences become dirty again."""
+    offload = state.tiers.named(source)
+    if offload is None:
+        return
+    keys = [message.keys[at : at + KEY_BYTES] for at in range(0, len(message.keys), KEY_BYTES)]
+    for executor in state.executors.values():
+        if executor.hello.host_id == offload.host_id:
+            pool = executor.pool
+            mine = [key for key in keys if _is_preempted(state, executor, key)]
+            pool.mark_lost_below(mine, pool.unreserved_blocks)
+            pool.mark_lost_below(keys, 0)
+
+
+def _is_preempted(state: State, executor: Executor, key: bytes) -> bool:
+    """Whether the block with this key belongs to a preempted sequence. Other evicted blocks are too cold for
+    the tier: a second copy would evict warmer ones, again and again."""
+    block = executor.pool.block_of.get(key)
+    return block is not None and is_preempted(state, executor.pool.owner_of[block][0])

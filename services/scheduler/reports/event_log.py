@@ -46,7 +46,7 @@ from shared.processes import open_private
 
 log = logging.getLogger("headrace.replay")
 
-FORMAT, VERSION = "headrace.events", 17  # of a snapshot: 1 to 16 hold other names of modules and fields
+FORMAT, VERSION = "headrace.events", 19  # of a snapshot: 1 to 18 hold other names of modules and fields
 PAGE_BYTES = 48 * 1024  # of a snapshot: with its frame under the payload limit of any server
 DIGEST_BYTES = 8
 MAX_RECORD_BYTES = 1 << 30

@@ -22,23 +22,31 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from services.scheduler import load_shedding
+from services.scheduler import load_shedding, recovery
 from services.scheduler.executors import sleep
 from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.preemption import RecomputeCost
-from services.scheduler.state.counters import StepRecord, TenantUsage
-from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
+from services.scheduler.state.counters import LoggedStep, TenantUsage
+from services.scheduler.state.requests import CLASS_NAMES, Phase, request_facts
 from services.scheduler.state.state import Executor, State
 from shared.actor.membership import COLD_START, MIXED, WAITS, WORK
 from shared.kv_blocks import blocks_for
 from shared.messages import ExecHello
 from shared.step_model import StepShape
 from shared.telemetry import traces as c
-from shared.telemetry.counters import Counted, declared, in_load, in_status, points
+from shared.telemetry.counters import (
+    Counted,
+    HistogramPoint,
+    MetricPoint,
+    Metrics,
+    declared,
+    in_load,
+    in_status,
+    points,
+)
 from shared.telemetry.counters import SchedulerCounter as Count
 from shared.telemetry.counters import SchedulerLinkCounter as Links
 from shared.telemetry.counters import SchedulerTierCounter as TierCount
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import Choice, request_spans, to_body
 
 MAX_STEPS = 2_000  # in one trace, the newest: about 200 kB, below the payload limit of any server
@@ -88,6 +96,7 @@ def counted(state: State) -> Counted:
         Count.ACCEPTED_TOKENS: counters.accepted_tokens,
         Count.PREEMPTIONS: counters.preemptions,
         Count.MOVES: counters.moves,
+        Count.ADAPTER_LOADS: counters.adapter_loads,
         Count.ROLE_CHANGES: counters.role_changes,
         Count.PREDICTED_TIME: counters.predicted_us,
         Count.BUDGET: counters.budget_tokens,
@@ -137,7 +146,7 @@ def status(state: State) -> dict[str, object]:
 
 def _excluded(state: State, hello: ExecHello) -> dict[str, object]:
     """An executor of a kind that does not serve."""
-    why = load_shedding.kind_refusal(state, hello)
+    why = recovery.kind_refusal(state, hello)
     return {"model": hello.model, "dtype": hello.dtype, "model_digest": hello.model_digest, "why": why}
 
 
@@ -170,7 +179,23 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "steps": executor.steps_done,
         Count.STEP_P50.status: step_p50_us(state, executor) / 1000,
         "in_flight": len(executor.in_flight),
+        **_adapters(executor),
     }
+
+
+def _adapter_points(state: State) -> Iterator[MetricPoint]:
+    """The names of adapters, those with a waiting and those with a running sequence, as vLLM has them."""
+    if places := sum(executor.hello.adapter_places for executor in state.executors.values()):
+        waiting = {group.request.tokenized.adapter_name for group in state.waiting} - {""}
+        every = [s for executor in state.executors.values() for s in executor.running]
+        running = {s.request.tokenized.adapter_name for s in every} - {""}
+        yield Count.ADAPTERS.point(places, str(places), ",".join(sorted(waiting)), ",".join(sorted(running)))
+
+
+def _adapters(executor: Executor) -> dict[str, object]:
+    """The adapters of an executor that has places for some."""
+    part = load_shedding.adapting() if executor.hello.adapter_places else None
+    return {} if part is None else {"adapters": part.shown(executor)}
 
 
 def step_p50_us(state: State, executor: Executor) -> int:
@@ -185,7 +210,7 @@ def _tier_status(state: State, executor: Executor) -> dict[str, object]:
     facts: dict[str, object] = {
         "host": executor.hello.host_id,
         "recompute_block_us": RecomputeCost.of(executor).block_us(0),
-        "reuse_pm": state.prefix_reuse_pm,
+        "reuse_pm": state.reuse.mean_pm,
         "chunk_tokens": executor.chunk_tokens,
     }
     up = (Links.UP_RATE, Links.UP_MOVED, Links.UP_PENDING)
@@ -279,6 +304,7 @@ def _labelled(state: State) -> Iterator[MetricPoint]:
         yield Count.FINISHED.point(sequences, reason)
     for name, groups in queued(state).items():
         yield Count.QUEUED.point(groups, name)
+    yield from _adapter_points(state)
     for executor in state.executors.values():
         name = executor.hello.executor
         yield Count.RUNNING.point(len(executor.running), name)
@@ -330,9 +356,9 @@ def trace(
     live = next((r for key, r in state.requests.items() if is_wanted(key)), None)
     ended = None if live is not None else state.ended.find(is_wanted)
     if live is not None:
-        facts, context = request_record(live, state.now_us), live.trace
+        facts, context = request_facts(live, state.now_us), live.trace
     elif ended is not None:
-        facts, context = ended.record, ended.trace
+        facts, context = ended.facts, ended.trace
     else:
         return {"request_id": request, "state": "unknown"}
     spans = request_spans(facts)
@@ -371,7 +397,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _step_columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
+def _step_columns(records: list[LoggedStep], wall_offset_us: int) -> dict[str, list[Any]]:
     """The steps as columns; times are wall clock."""
     split = {r.step for r in [r for r in records if r.segments][-MAX_SPLIT:]}
     columns: dict[str, list[Any]] = {

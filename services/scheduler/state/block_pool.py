@@ -6,11 +6,13 @@ Admission, the step planner, preemption and the KV tiers call it, all through `E
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 MOST_LOST = 65_536  # keys: 10 MB
+
+Owner = tuple[int, int, str, int]  # a sequence, the index in its table, its tenant, the length of the table
 
 
 @dataclass(kw_only=True)
@@ -35,7 +37,8 @@ class BlockPool:
              is *stable* if its keyed tokens were complete before the steps in flight; they only read it or
              append after them. A tier may copy a stable block while these steps run.
     copying  No table has it and no step names it, but a copy to or from a tier reads or writes it.
-    dirty    It has a key, and no tier has a copy. It waits for a copy, or for the decision against one.
+    dirty    It has a key, and no tier has a copy. It waits for a copy, or for the decision against one. The
+             policy judges them in rounds, a part at each call (`judge`): those of this round are `_judged`.
     cached   It has a key and can be evicted. It is *clean* if a tier has a copy, too.
 
     Empty and cached blocks are *free*. Empty ones are given out first, then the least recently released
@@ -56,6 +59,7 @@ class BlockPool:
     slots: int
     block_tokens: int
     reserved: int = 0  # blocks
+    copied_blocks: int = 0  # unheld ones with a copy in flight: copying ones, and fenced ones
     acked_step: int = 0
     evicted: int = 0  # cached blocks that were given out, since the start
     write_back: bool = False  # a tier below takes copies
@@ -63,13 +67,14 @@ class BlockPool:
     key_of: list[bytes | None] = field(init=False)
     block_of: dict[bytes, int] = field(init=False, default_factory=dict)
     valid_tokens: dict[int, int] = field(init=False, default_factory=dict)  # of partial blocks with a key
-    owner_of: list[tuple[int, int]] = field(init=False)  # last released by: sequence, index in its table
+    owner_of: list[Owner] = field(init=False)  # of its last release
     clean: set[int] = field(init=False, default_factory=set)  # a tier below holds the content, too
     copies: dict[int, int] = field(init=False, default_factory=dict)  # block -> copies in flight
     lost: dict[bytes, None] = field(init=False, default_factory=dict)  # evicted without a copy, oldest first
     _empty: list[int] = field(init=False)  # a stack
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
     _dirty: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # oldest release first
+    _judged: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # dirty, and older
     _copying: dict[int, None] = field(init=False, default_factory=dict)
     _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
     _stable: dict[int, None] = field(init=False, default_factory=dict)  # fenced: the last of a table first
@@ -82,7 +87,7 @@ class BlockPool:
         self.free_slots = list(range(self.slots - 1, -1, -1))
         self.refs = [0] * self.blocks
         self.key_of = [None] * self.blocks
-        self.owner_of = [(0, 0)] * self.blocks
+        self.owner_of = [(0, 0, "", 1)] * self.blocks
         self._last_step = [0] * self.blocks
 
     # How many blocks and slots are in which state
@@ -108,7 +113,12 @@ class BlockPool:
 
     @property
     def dirty_blocks(self) -> int:
-        return len(self._dirty)
+        return len(self._judged) + len(self._dirty)
+
+    @property
+    def dirty(self) -> Iterator[int]:
+        """Dirty blocks, the oldest release first."""
+        return chain(self._judged, self._dirty)
 
     @property
     def stable_blocks(self) -> int:
@@ -116,13 +126,13 @@ class BlockPool:
         return len(self._stable)
 
     @property
-    def copying_blocks(self) -> int:
-        return len(self._copying)
+    def stable(self) -> Iterator[int]:
+        """The stable blocks that have a key."""
+        return (block for block in self._stable if self.key_of[block] is not None)
 
     @property
-    def copied_blocks(self) -> int:
-        """Unheld blocks with a copy in flight: copying ones, and fenced ones."""
-        return sum([not self.refs[block] for block in self.copies])
+    def copying_blocks(self) -> int:
+        return len(self._copying)
 
     @property
     def fenced_blocks(self) -> int:
@@ -131,7 +141,7 @@ class BlockPool:
     @property
     def coming_blocks(self) -> int:
         """Blocks that become free without a preemption: fenced, copying and dirty ones."""
-        return self.fenced_blocks + len(self._copying) + len(self._dirty)
+        return self.fenced_blocks + len(self._copying) + self.dirty_blocks
 
     @property
     def held_blocks(self) -> int:
@@ -172,7 +182,8 @@ class BlockPool:
         for block in blocks:
             if not refs[block]:
                 fence = self._fences.get(self._last_step[block], {})
-                for state in (fence, self._cached, self._dirty, self._copying):
+                self.copied_blocks -= block in self.copies
+                for state in (fence, self._cached, self._dirty, self._judged, self._copying):
                     if block in state:
                         del state[block]
                         break
@@ -233,17 +244,21 @@ class BlockPool:
 
     # A sequence ends or is preempted, and the steps in flight come back
 
-    def release(self, table: Sequence[int], slots: Sequence[int], last_step: int, seq: int = 0) -> None:
-        """Sequence `seq` gives up its table and slots. `last_step` is the last step that may name them."""
+    def release(
+        self, table: Sequence[int], slots: Sequence[int], last_step: int, seq: int = 0, tenant: str = ""
+    ) -> None:
+        """Sequence `seq` of `tenant` gives up its table and slots; steps up to `last_step` may name them."""
         refs, last_steps = self.refs, self._last_step
         if self.write_back:  # only tiers use the owners
+            length = len(table)
             for at, block in enumerate(table):
-                self.owner_of[block] = (seq, at)
+                self.owner_of[block] = (seq, at, tenant, length)
         for block in reversed(table):
             refs[block] -= 1
             if last_steps[block] < last_step:
                 last_steps[block] = last_step
             if not refs[block]:
+                self.copied_blocks += block in self.copies
                 if last_steps[block] > self.acked_step:
                     self._fences.setdefault(last_steps[block], {})[block] = None
                 else:
@@ -277,20 +292,28 @@ class BlockPool:
         self.write_back = present
         self.clean.clear()
         self._stable.clear()
-        self._cached.update(self._dirty)
-        self._dirty.clear()
+        for dirty in (self._judged, self._dirty):
+            self._cached.update(dirty)
+            dirty.clear()
 
-    def to_copy(self, most_dirty: int, most_stable: int = 0) -> list[int]:
-        """Dirty blocks, the oldest release first, then stable ones."""
-        stable = [block for block in islice(self._stable, most_stable) if self.key_of[block] is not None]
-        return [*islice(self._dirty, most_dirty), *stable]
+    def judge(self, again: int) -> Iterator[int]:
+        """Dirty blocks for the policy: the `again` oldest that are judged in this round, then the rest, each
+        of which counts as judged once the caller has it. A new round begins if none is left."""
+        if not self._dirty:
+            self._dirty, self._judged = self._judged, self._dirty
+        yield from list(islice(self._judged, again))
+        while self._dirty:
+            block, _ = self._dirty.popitem(last=False)
+            self._judged[block] = None
+            yield block
 
     def begin_copy(self, blocks: Sequence[int]) -> None:
         """A copy reads or writes these blocks: they are not given out before `end_copy`."""
         for block in blocks:
+            self.copied_blocks += not self.refs[block] and block not in self.copies
             self.copies[block] = self.copies.get(block, 0) + 1
             self._stable.pop(block, None)
-            for state in (self._dirty, self._cached):
+            for state in (self._dirty, self._judged, self._cached):
                 if block in state:
                     del state[block]
                     self._copying[block] = None
@@ -301,6 +324,7 @@ class BlockPool:
             self.copies[block] -= 1
             if not self.copies[block]:
                 del self.copies[block]
+                self.copied_blocks -= not self.refs[block]
                 if block in self._copying:
                     del self._copying[block]
                     self._give_back(block)
@@ -325,11 +349,12 @@ class BlockPool:
 
     def give_up(self, block: int) -> bool:
         """A dirty block is cached without a copy, and the last to be evicted. False if it is not dirty."""
-        if block not in self._dirty:
-            return False
-        del self._dirty[block]
-        self._cached[block] = None
-        return True
+        for dirty in (self._judged, self._dirty):
+            if block in dirty:
+                del dirty[block]
+                self._cached[block] = None
+                return True
+        return False
 
     # Content is forgotten
 
@@ -337,7 +362,7 @@ class BlockPool:
         """The content of a fenced, cached or dirty block is of no use any more."""
         if block in self._fences.get(self._last_step[block], ()):
             self._forget_keys((block,))
-        for state in (self._cached, self._dirty):
+        for state in (self._cached, self._dirty, self._judged):
             if block in state:
                 del state[block]
                 self._forget_keys((block,))
@@ -349,9 +374,9 @@ class BlockPool:
         self.clean.clear()
         self.valid_tokens.clear()
         self.key_of = [None] * self.blocks
-        self._empty += [*self._cached, *self._dirty]
-        self._cached.clear()
-        self._dirty.clear()
+        for state in (self._cached, self._judged, self._dirty):
+            self._empty += state
+            state.clear()
 
     # Steps of the chart that several methods share
 
@@ -395,7 +420,8 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
-        empty, cached = set(self._empty), set(self._cached) | set(self._dirty)
+        dirty = set(self._dirty) | set(self._judged)
+        empty, cached = set(self._empty), set(self._cached) | dirty
         held = {block for block, refs in enumerate(self.refs) if refs > 0}
         fenced = [block for fence in self._fences.values() for block in fence]
         slots = [*self.free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
@@ -404,7 +430,7 @@ class BlockPool:
         assert len(empty) == len(self._empty), "a block is free twice"
         assert len(set(slots)) == len(slots), "a slot is free twice"
         copying = set(self._copying)
-        states = len(empty) + len(self._cached) + len(self._dirty) + len(held) + len(fenced) + len(copying)
+        states = len(empty) + len(self._cached) + self.dirty_blocks + len(held) + len(fenced) + len(copying)
         assert len(empty | cached | held | set(fenced) | copying) == states, "a block is in two states"
         assert states == self.blocks, "a block is lost"
         assert known == self.block_of, "a key and its block do not name each other"
@@ -413,8 +439,10 @@ class BlockPool:
         assert copying <= set(self.copies), "a block waits for a copy that is over"
         assert not (empty | cached) & set(self.copies), "a block is free while it is copied"
         assert self.clean <= set(known.values()), "a block without a key has a copy"
-        assert not self.clean & set(self._dirty), "a block is clean and dirty"
-        assert self.write_back or not self._dirty, "a block waits for a tier that is not there"
+        unheld = [block for block in self.copies if not self.refs[block]]
+        assert self.copied_blocks == len(unheld), "an unheld block with a copy is not counted"
+        assert not self.clean & dirty, "a block is clean and dirty"
+        assert self.write_back or not dirty, "a block waits for a tier that is not there"
         assert set(self._stable) <= set(fenced), "a stable block is not fenced"
         assert all(step > self.acked_step for step in self._fences), "a fence outlived its step"
         assert 0 <= self.reserved <= self.free_blocks, "more is reserved than is free"

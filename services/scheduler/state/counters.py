@@ -25,7 +25,7 @@ from services.scheduler.state.requests import Request
 from shared.messages import SEGMENT_LANES, Usage
 from shared.telemetry import traces
 from shared.telemetry import traces as c
-from shared.telemetry.traces import SpanRecord, Value
+from shared.telemetry.traces import SpanData, Value
 
 LATENCY_BOUNDS_US = (
     1_000, 2_000, 5_000, 10_000, 20_000, 40_000, 80_000, 160_000, 320_000, 640_000, 1_280_000, 2_560_000,
@@ -100,6 +100,7 @@ class Counters:
     accepted_tokens: int = 0
     preemptions: int = 0
     moves: int = 0
+    adapter_loads: int = 0
     role_changes: int = 0
     predicted_us: int = 0
     loads: int = 0
@@ -197,7 +198,7 @@ MAX_UNSENT_SPANS = 64  # the actor takes them after each event
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class LoggedStep:
     """One step with a result. `_us` by the scheduler's monotonic clock, `_wall_us` by the executor's."""
 
     executor: str
@@ -230,7 +231,7 @@ class StepRecord:
 class StepSpan:
     """A step that becomes a span, and the traces of the requests in it."""
 
-    record: StepRecord
+    entry: LoggedStep
     epoch: int
     links: tuple[str, ...]
 
@@ -239,16 +240,16 @@ class StepSpan:
 class StepLog:
     """The ring, and the spans that wait for the actor."""
 
-    ring: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
+    ring: deque[LoggedStep] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
     unsent: deque[StepSpan] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_SPANS))
     _last_span_us: int = -SECOND_US
     _next_second_us: int = 0
 
-    def add(self, record: StepRecord, epoch: int, chunks: list[Request], others: Iterator[Request]) -> None:
+    def add(self, entry: LoggedStep, epoch: int, chunks: list[Request], others: Iterator[Request]) -> None:
         """Keep a step, and make it a span if one is due. `chunks` are the requests with a prompt chunk in it,
         `others` those with a sample row."""
-        self.ring.append(record)
-        now_us = record.result_us
+        self.ring.append(entry)
+        now_us = entry.result_us
         due = now_us >= self._next_second_us
         if not due and not (
             now_us - self._last_span_us >= SPAN_EVERY_US and any(r.is_traced for r in chunks)
@@ -264,9 +265,9 @@ class StepLog:
                     break
         if links:
             self._last_span_us = now_us
-            self.unsent.append(StepSpan(record, epoch, tuple(links)))
+            self.unsent.append(StepSpan(entry, epoch, tuple(links)))
 
-    def between(self, executors: set[str], start_us: int, end_us: int) -> list[StepRecord]:
+    def between(self, executors: set[str], start_us: int, end_us: int) -> list[LoggedStep]:
         """The steps of these executors that were planned or running within [start, end]."""
         return [
             r
@@ -277,28 +278,28 @@ class StepLog:
 
 def step_trace(step: StepSpan) -> str:
     """The traceparent of a step: a trace of its own, since a step serves many requests."""
-    name = f"{step.record.executor}/{step.epoch}/{step.record.step}"
+    name = f"{step.entry.executor}/{step.epoch}/{step.entry.step}"
     digest = hashlib.blake2b(name.encode(), digest_size=24).hexdigest()
     return traces.make(digest[:32], digest[32:], sampled=True)
 
 
-def step_spans(step: StepSpan) -> list[SpanRecord]:
+def step_spans(step: StepSpan) -> list[SpanData]:
     """The span of a step, linked to its requests, and those of its timeline segments. The scheduler sends
     them, with the executor as component, from the timestamps in the result."""
-    return [_whole(step), *_segments(step.record)]
+    return [_whole(step), *_segments(step.entry)]
 
 
-def _segments(r: StepRecord) -> Iterator[SpanRecord]:
+def _segments(r: LoggedStep) -> Iterator[SpanData]:
     """The compute and the collectives of the two micro-batches."""
     of_executor: dict[str, Value] = {c.COMPONENT: f"executor.{r.executor}", c.EXECUTOR: r.executor}
     for lane, from_us, took_us in r.by_segment():
         began_us = r.start_wall_us + from_us
-        yield SpanRecord(SEGMENT_LANES[lane], began_us, began_us + took_us, attributes=of_executor)
+        yield SpanData(SEGMENT_LANES[lane], began_us, began_us + took_us, attributes=of_executor)
 
 
-def _whole(step: StepSpan) -> SpanRecord:
-    r = step.record
-    return SpanRecord(
+def _whole(step: StepSpan) -> SpanData:
+    r = step.entry
+    return SpanData(
         f"step {r.mode}",
         r.start_wall_us,
         r.end_wall_us,

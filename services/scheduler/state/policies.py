@@ -9,6 +9,7 @@ victim       which sequence is preempted first when blocks are short?     latest
 routing      which of the executors that can run a group gets it?         ttft, room
 tier         is an unheld block without a copy below copied or dropped?   tiered
 roles        how many executors only prefill, and leave decodes to others? colocated, adaptive
+sessions     how likely does a session return that pauses?                learned, off
 
 A name with a colon, `module:function`, is a policy of your own; the scheduler must be able to import it.
 loadtest/policies.py has baselines for comparison. The signatures:
@@ -23,6 +24,7 @@ victim       (candidates: list[Sequence]) -> list[Sequence], the first victim fi
 routing      (options: list[RoutingOption]) -> RoutingOption, one of them; there are two or more
 tier         (view: OffloadView) -> str: copy, drop or keep a block
 roles        (view: RolesView) -> int
+sessions     (view: PauseView) -> int, per mille
 
 A policy changes the code around it through traits (`with_traits`, see Policy): no other code compares names
 of policies.
@@ -50,6 +52,7 @@ KINDS = {  # names, arguments
     "routing": (("ttft", "room"), ("options",)),
     "tier": (("tiered",), ("view",)),
     "roles": (("colocated", "adaptive"), ("view",)),
+    "sessions": (("learned", "off"), ("view",)),
 }
 OLD_KINDS = {"rank": "order", "fill": "batching", "kv": "reservation", "place": "routing"}  # accepted in 0.1
 BASELINES = "loadtest.policies"
@@ -96,6 +99,7 @@ class Policy:
     routing: str = "ttft"
     tier: str = "tiered"
     roles: str = "colocated"
+    sessions: str = "learned"
 
     def function(self, kind: str) -> Callable[..., Any]:
         """The function of a kind."""
@@ -110,6 +114,7 @@ class Policy:
     forecasts = _trait("routing", "forecasts")  # options have predictions: see ../admission.py
     forgets = _trait("tier", "forgets")  # no block of a preempted sequence stays cached
     leaves = _trait("tier", "leaves")  # a copied block leaves the device at once
+    no_sessions = _trait("sessions", "no_sessions")  # every block has the chance of its tenant's prompts
     ahead = _trait("tier", "ahead")  # blocks of the next victim are copied before its preemption
 
     def __str__(self) -> str:
@@ -297,8 +302,7 @@ def tiered(view: OffloadView) -> str:
     known = view.recompute_us > 0
     worth_copying = view.recompute_us * view.chance_pm > 1000 * view.copy_us
     if view.pressed:
-        likely = view.chance_pm >= EAGER_COPY_PM
-        return "copy" if (worth_copying and likely) or (view.preempted and not known) else "drop"
+        return "copy" if worth_copying or (view.preempted and not known) else "drop"
     eager = view.idle and not view.preempted and view.chance_pm >= EAGER_COPY_PM
     return "copy" if eager and (worth_copying or not known) else "keep"
 
@@ -347,3 +351,24 @@ def adaptive(view: RolesView) -> int:
 
     able = [option.prefills for option in view.options[1:] if is_worthwhile(option)]
     return view.prefills if view.prefills in able else min(able, default=0)
+
+
+class PauseView(NamedTuple):
+    """The input of a sessions policy: a session whose last answer has ended. A tuple, since one is made for
+    each group of blocks that is judged."""
+
+    idle_us: int
+    returns_pm: int  # the share of such pauses that end with a request
+    lasts_pm: int  # of those, the share that is longer than `idle_us`
+
+
+def learned(view: PauseView) -> int:
+    """By Bayes: the longer it has been idle, compared with such pauses, the less likely it returns."""
+    comes = view.returns_pm * view.lasts_pm
+    return comes * 1_000 // max(comes + (1_000 - view.returns_pm) * 1_000, 1)
+
+
+@with_traits("no_sessions")
+def off(view: PauseView) -> int:
+    """Nothing is learned of sessions."""
+    return 0

@@ -1,4 +1,4 @@
-"""Requests and sequences. `Sequence.tokens` is the authoritative record of a sequence's tokens.
+"""Requests and sequences. `Sequence.tokens` is the one authority on a sequence's tokens.
 
 tokens:   prompt ........ | generated, applied .... |
 computed: KV planned up to here, advanced when a step is planned
@@ -20,7 +20,7 @@ from enum import Enum
 from shared import messages
 from shared.errors import SetupError, from_code
 from shared.telemetry import traces
-from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestRecord
+from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestFacts
 
 MAX_DECISIONS = 64  # of a sequence, for the trace: one Close carries them
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
@@ -62,6 +62,7 @@ class Request:
     model_digest: str = ""  # of the executors that have generated its tokens, or are expected to
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
+    calls: tuple[str, ...] = ()  # names of the functions that its answers call
     promotions: int = 0  # classes that it has risen by aging
     executor_deaths: int = 0  # deaths of executors that it may have caused: see ../admission.py
     acquittals: int = 0  # of these deaths, later found to be none
@@ -419,7 +420,7 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> messag
     )
 
 
-def request_record(request: Request, now_us: int) -> RequestRecord:
+def request_facts(request: Request, now_us: int) -> RequestFacts:
     """The data for the spans of a request; a running one is recorded as if it ended now."""
     tokenized = request.tokenized
     choices = []
@@ -428,7 +429,7 @@ def request_record(request: Request, now_us: int) -> RequestRecord:
         tokens = s.final if s.close else s.generated
         choices.append(Choice(index=s.choice, tokens=tokens, reason=s.reason or s.phase.value, close=close))
     failed = next((c.close for c in choices if c.close.code), None)
-    return RequestRecord(
+    return RequestFacts(
         request=tokenized.request,
         tenant=tokenized.tenant,
         model=tokenized.model,
@@ -517,11 +518,11 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The record of an ended request."""
+    """What is kept of an ended request."""
 
     inbox: str
     trace: str  # the traceparent of its root span, empty when not traced
-    record: RequestRecord
+    facts: RequestFacts
     ended_us: int  # by the scheduler's monotonic clock
 
 
@@ -590,7 +591,12 @@ class StreamLost:
 
 
 @dataclass(frozen=True, slots=True)
-class TierReady:
+class BrokerBack:
+    """The broker was away: requests may have been sent meanwhile that nothing here has seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadReady:
     """A kv_offload is ready, or is a new incarnation of itself; its arena serves executors of its host."""
 
     actor: str
@@ -601,7 +607,7 @@ class TierReady:
 
 
 @dataclass(frozen=True, slots=True)
-class TierLost:
+class OffloadLost:
     """A kv_offload missed its heartbeats or stopped."""
 
     actor: str
@@ -650,8 +656,9 @@ Event = (
     | PeerDraining
     | PeerLost
     | StreamLost
-    | TierReady
-    | TierLost
+    | BrokerBack
+    | OffloadReady
+    | OffloadLost
     | Ticked
     | DrainRequested
     | DrainTimedOut

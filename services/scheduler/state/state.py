@@ -6,6 +6,7 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
@@ -21,9 +22,10 @@ from services.scheduler.state.requests import (
     Sequence,
     SloClass,
 )
+from services.scheduler.state.reuse import Reuse
 from services.scheduler.state.transfers import Tiers, TransferLink
 from services.scheduler.state.waiting_queue import Quotas, WaitingQueue
-from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
+from shared.messages import ExecHello, Message, Rejected, SessionAnswer, SessionVerb, StepPlan, StepResult
 from shared.step_model import StepShape
 
 MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
@@ -31,7 +33,9 @@ GRAMMARS = 32  # noted for each executor; half of those that an engine keeps
 MAX_MOVED = 100_000  # sequences of lost detokenizers
 
 # what decides which requests an executor can ever serve
-CAPACITY = attrgetter("vocab", "max_stop_ids", "slots", "blocks", "block_tokens", "max_context")
+CAPACITY = attrgetter(
+    "vocab", "max_stop_ids", "slots", "blocks", "block_tokens", "max_context", "adapter_places"
+)
 
 AUTO = -1  # of `Limits.speculate`
 PREFILL, DECODE = "prefill", "decode"  # roles of executors
@@ -230,6 +234,18 @@ class StorePace:
 
 
 @dataclass(slots=True, eq=False)
+class PlacedAdapter:
+    """An adapter in a place of an executor, or on its way there: see ../adapters.py."""
+
+    digest: str
+    name: str
+    used_us: int  # when a sequence last began with it
+    loaded: bool = False
+    bytes: int = 0
+    took_us: int = 0  # its load
+
+
+@dataclass(slots=True, eq=False)
 class Executor:
     """One incarnation of one executor: its pool and its window."""
 
@@ -274,6 +290,7 @@ class Executor:
     down: TransferLink = field(default_factory=TransferLink)
     drafting: DraftPace = field(default_factory=DraftPace)
     awaited_blocks: int = 0  # kept free until a sequence starts here: one found no room, see ../admission.py
+    adapters: dict[int, PlacedAdapter] = field(default_factory=dict)  # by place
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see is_worth_waiting
     source: str = field(init=False)
 
@@ -401,6 +418,55 @@ class DroppedExecutor:
 
 
 @dataclass(slots=True)
+class SessionEvents:
+    """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py,
+    which the policy `sessions` puts in its place."""
+
+    learns: bool = False
+
+    def on_request(self, state: State, request: Request) -> None:
+        """A request has come, before the keys of its prompt are computed."""
+
+    def on_admitted(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A new prompt starts, and has its cached blocks."""
+
+    def on_closed(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        """A running sequence ends, and still has its blocks."""
+
+    def on_ended(self, state: State, request: Request) -> None:
+        """The last choice of a request is over, and the functions that its answer calls are known."""
+
+    def on_event(self, state: State) -> None:
+        """After each event."""
+
+    def on_cut(self, state: State) -> None:
+        """Peers or messages were lost: requests may have come and not been seen."""
+
+    def on_evicted(self, state: State) -> None:
+        """A tier below has evicted blocks."""
+
+    def chance_pm(self, state: State, seq: int, at: int, tenant: str) -> int:
+        """The chance that the block is used again which was entry `at` of the table of sequence `seq`."""
+        return state.reuse.chance_pm(tenant)
+
+    def wants_ticks(self) -> bool:
+        """Whether something is left to do without an event."""
+        return False
+
+    def on_verb(self, state: State, verb: SessionVerb) -> SessionAnswer:
+        """A client asks for a session, or for something to be done with its blocks."""
+        return SessionAnswer(state="unknown")
+
+    def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
+        """The sessions of a tenant, or of all, the least idle first."""
+        return []
+
+    def summary(self, state: State) -> dict[str, Any]:
+        """What was learned, for people: counts, and pauses by tool."""
+        return {}
+
+
+@dataclass(slots=True)
 class State:
     """The whole state; `now_us` is the time of the event being handled."""
 
@@ -415,7 +481,8 @@ class State:
     blocked_on: tuple[int, ...] = ()  # what admission saw when group [0] had to wait: see _blocking_state
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
     idle_since_us: int = 0  # since when there is no request; 0: there is one
-    prefix_reuse_pm: int = 500  # share of a prompt that was found in a cache: a moving average, per mille
+    reuse: Reuse = field(default_factory=Reuse)
+    sessions: SessionEvents = field(default_factory=SessionEvents)
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor

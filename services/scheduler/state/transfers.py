@@ -1,4 +1,4 @@
-"""`Tiers` has the tiers below the executors, and the lookups and jobs in flight.
+"""`Tiers` has the kv_offloads below the executors, and the lookups and jobs in flight.
 
 A store:  KvReserve ─ KvReserved ▸ KvCopy ─ KvCopied ▸ KvCommit ─ KvStored
 A load:   KvPrefetch ─ KvReady ▸ KvCopy ─ KvCopied ▸ KvRelease
@@ -14,7 +14,7 @@ from enum import Enum
 from shared.messages import ExecHello
 
 ANSWER_US = 200_000  # for an answer without the remote tier; it may wait in our mailbox after a burst
-MISSES = 3  # missed answers in a row before a tier is not used for BACKOFF_US
+MISSES = 3  # missed answers in a row before a kv_offload is not used for BACKOFF_US
 BACKOFF_US = 1_000_000
 REMOTE = 2  # the tier of a key that only L2 has
 
@@ -44,7 +44,7 @@ class Job:
     """A copy of an executor's blocks, up (a load) or down (a store). `keys[i]` is the key of `blocks[i]`."""
 
     number: int
-    tier: str  # kv_offload id
+    offload: str  # kv_offload id
     generation: int
     executor: str
     epoch: int  # of the executor
@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Tier:
+class Offload:
     """One kv_offload."""
 
     actor: str
@@ -87,7 +87,7 @@ class Tier:
         return f"kv_offload.{self.actor}"
 
     def on_answered(self, took_us: int = 0) -> None:
-        """The tier has answered; `took_us` if the answer needed no remote tier."""
+        """It has answered; `took_us` if the answer needed no remote tier."""
         self.misses = 0
         if took_us:
             self.answer_us += (took_us - self.answer_us) // 8
@@ -100,30 +100,32 @@ class Lookup:
     group: int
     target: LookupTarget
     sent_us: int
+    first: int = 0  # index of its first key: a long prompt takes several, one after the other
 
     @property
-    def tier(self) -> str:
+    def offload(self) -> str:
         return self.target[0]
 
 
 @dataclass(slots=True)
 class LookupResult:
-    """The last lookup of a waiting group's keys in one tier."""
+    """The last lookup of a waiting group's keys in one kv_offload."""
 
     sent_us: int
-    found: tuple[int, ...] = ()  # the tier of each key; 0: in none
-    at_us: int = -1  # when it was answered; -1: not yet
-    stores: int = 0  # `Tier.stores` when the lookup was sent
-    job: int = 0  # the lookup's number: an answer to an earlier lookup is ignored
+    found: tuple[int, ...] = ()  # the tier of each key that was answered; 0: in none
+    at_us: int = -1  # when it was last answered; -1: not yet
+    stores: int = 0  # `Offload.stores` when the lookup was sent
+    job: int = 0  # the last lookup's number: an answer to an earlier lookup is ignored
+    goes_on: bool = False  # later keys are being looked up, since the answered ones are there
     fetched: set[int] = field(default_factory=set)  # indexes of keys that came from L2 for this group
 
 
 @dataclass(slots=True)
 class Tiers:
-    """All tiers, jobs and lookups."""
+    """The kv_offloads in use, jobs and lookups."""
 
-    by_host: dict[str, Tier] = field(default_factory=dict)
-    standby: dict[str, Tier] = field(default_factory=dict)  # other tiers of a host, by id
+    by_host: dict[str, Offload] = field(default_factory=dict)
+    standby: dict[str, Offload] = field(default_factory=dict)  # other ones of a host, by id
     jobs: dict[int, Job] = field(default_factory=dict)
     lookups: dict[int, Lookup] = field(default_factory=dict)  # by job
     mapped: dict[str, int] = field(default_factory=dict)  # executor id -> generation of the arena it maps
@@ -134,21 +136,21 @@ class Tiers:
         self.next_job = self.next_job % 0x7FFFFFFF + 1
         return self.next_job
 
-    def of(self, host_id: str, now_us: int) -> Tier | None:
-        """The tier of a host; None if there is none, or during its backoff."""
-        tier = self.by_host.get(host_id)
-        return tier if tier is not None and tier.backoff_until_us <= now_us else None
+    def of(self, host_id: str, now_us: int) -> Offload | None:
+        """The kv_offload of a host; None if there is none, or during its backoff."""
+        offload = self.by_host.get(host_id)
+        return offload if offload is not None and offload.backoff_until_us <= now_us else None
 
-    def below(self, hello: ExecHello, now_us: int) -> Tier | None:
-        """The tier that an executor can copy to and from; None until it has mapped the tier's arena."""
-        tier = self.of(hello.host_id, now_us)
-        if tier is None or self.mapped.get(hello.executor, tier.generation) != tier.generation:
+    def below(self, hello: ExecHello, now_us: int) -> Offload | None:
+        """The kv_offload that an executor can copy to and from; None until it has mapped the arena of it."""
+        offload = self.of(hello.host_id, now_us)
+        if offload is None or self.mapped.get(hello.executor, offload.generation) != offload.generation:
             return None
-        return tier
+        return offload
 
-    def named(self, source: str) -> Tier | None:
-        """The tier with the address `kv_offload.<id>`."""
-        return next((tier for tier in self.by_host.values() if tier.source == source), None)
+    def named(self, source: str) -> Offload | None:
+        """The kv_offload with the address `kv_offload.<id>`."""
+        return next((offload for offload in self.by_host.values() if offload.source == source), None)
 
 
 @dataclass(slots=True)

@@ -159,7 +159,8 @@ class TenantBacklog:
 
 @dataclass(slots=True)
 class WaitingQueue:
-    """All waiting groups. `parked` ones fit no present executor, and do not hold up others."""
+    """All waiting groups. `parked` ones fit no present executor, or wait for their adapter, and do not hold
+    up others."""
 
     policy: Policy
     age_us: tuple[int, ...]  # by level; 0: never
@@ -323,9 +324,11 @@ class WaitingQueue:
         self.groups[group.number] = group
         self._count(group)
 
-    def unpark(self, now_us: int) -> None:
-        """An executor has joined: queue the parked groups again."""
-        parked, self.parked = self.parked, []
+    def unpark(self, now_us: int, only: list[SequenceGroup] | None = None) -> None:
+        """An executor has joined: queue the parked groups again; or `only` these, since their adapter is
+        there."""
+        parked = self.parked if only is None else only
+        self.parked = [group for group in self.parked if group not in parked]
         for group in parked:
             group.parked = False
             self._uncount(group, 1, sum(len(s.tokens) for s in group.sequences))

@@ -22,9 +22,8 @@ from typing import Any
 from shared.client.client import error_of
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call, drawn_at, error_status
+from shared.openai.call import Call, answer, drawn_at, error_status
 from shared.openai.responses.request import called
-from shared.openai.whole_answer import answer
 
 Body = dict[str, Any]
 

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from shared import api
 from shared.errors import BadRequest
 from shared.openai.call import Kept, thinking
+from shared.session_hints import Retention, SessionFields
 
 Body = dict[str, Any]
 
@@ -24,13 +25,13 @@ LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks fo
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # as in OpenAI's API
 # Fields that the chat has under the same name.
 _SAME = (
-    *api.SamplingFields.model_fields, "parallel_tool_calls", "user", "prompt_cache_key", "stream", "seed",
-    "stop", "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable",
-    "webhook",
+    *api.SamplingFields.model_fields, *SessionFields.model_fields, "parallel_tool_calls", "user",
+    "prompt_cache_key", "prompt_cache_retention", "stream", "seed", "stop", "ignore_eos", "min_tokens",
+    "slo_class", "timeout_s", "chat_template_kwargs", "durable", "webhook",
 )  # fmt: skip
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
-_AS_GIVEN = ("parameters", "schema", "metadata", "chat_template_kwargs")  # null is a value there
+_AS_GIVEN = ("parameters", "schema", "metadata", "chat_template_kwargs", "nvext")  # null is a value there
 _IDLE = Field(None, description=api.NO_EFFECT)
 _REFUSED = Field(None, description=api.NOT_YET)
 
@@ -292,7 +293,7 @@ Metadata = Annotated[
 ]
 
 
-class ResponseRequest(api.SamplingFields):
+class ResponseRequest(api.SamplingFields, SessionFields):
     """A conversation to answer."""
 
     model_config = _STRICT
@@ -343,7 +344,7 @@ class ResponseRequest(api.SamplingFields):
     service_tier: Any = _IDLE
     safety_identifier: Any = _IDLE
     prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")
-    prompt_cache_retention: Any = _IDLE
+    prompt_cache_retention: Retention | None = Field(None, description=api.KEEPS)
     prompt_cache_options: Any = _IDLE
     client_metadata: Any = _IDLE
     max_tool_calls: Any = _IDLE

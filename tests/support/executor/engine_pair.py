@@ -16,8 +16,7 @@ from support.executor.tiny_models import VOCAB
 from services.executor.cpu.engine import TorchOptions
 from services.executor.cpu.engine import build as build_torch
 from services.executor.device_thread import DeviceThread
-from services.executor.engine import Backend, Pending, StepOutput
-from services.executor.sampling.logits_processors import MakeProcessor
+from services.executor.engine import Backend, MakeProcessor, Pending, StepOutput
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.clock import SystemClock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult

@@ -153,7 +153,7 @@ def run_in_threads(patch: pytest.MonkeyPatch) -> None:
         arange=lambda first, end, layout: torch.arange(first, int(end)),
         zeros=lambda shape, dtype, layout: torch.zeros(shape),
         full=lambda shape, value, dtype, layout: torch.full(shape, value),
-        convert_layout=lambda x, layout: x, thread_barrier=lambda: None,
+        convert_layout=lambda x, layout: x,
         inline_asm_elementwise=lambda text, constraints, args, dtype, is_pure, pack: args[0].to(dtype),
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
     )  # fmt: skip
@@ -178,8 +178,12 @@ def run_in_threads(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(hopper, name, getattr(hopper, name).fn)
     patch.setattr(hopper, "gl", language)
     patch.setattr(hopper, "mbarrier", barriers)
+    patch.setattr(  # Triton's own refuses float32 here
+        hopper, "TensorDescriptor", lambda base, shape, *more: SimpleNamespace(base=base, shape=shape)
+    )
     patch.setattr(hopper, "tma", SimpleNamespace(async_copy_global_to_shared=_copy))
     patch.setattr(hopper, "fence_async_shared", lambda: None)
+    patch.setattr(hopper, "_thread_barrier", lambda: None)
     patch.setattr(hopper, "warpgroup_mma", _product)
     patch.setattr(hopper, "warpgroup_mma_wait", lambda count, deps: deps[0] if len(deps) == 1 else deps)
     patch.setattr(hopper, "_attend", Launch())

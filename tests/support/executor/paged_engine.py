@@ -32,9 +32,10 @@ from shared.messages import (
 VOCAB, STOP_ID = 1000, 2
 
 
-def next_token(prefix: list[int], seed: int, stops: bool) -> int:
+def next_token(prefix: list[int], seed: int, stops: bool, adapter: str = "") -> int:
     """The token after `prefix`; about one in 12 is the stop id where `stops`."""
-    digest = hashlib.blake2b(repr((prefix, seed)).encode(), digest_size=4).digest()
+    facts = (prefix, seed, adapter) if adapter else (prefix, seed)
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=4).digest()
     value = int.from_bytes(digest, "little")
     if stops and value % 12 == 0:
         return STOP_ID
@@ -47,11 +48,18 @@ def vector_of(prefix: list[int]) -> bytes:
     return floats(byte - 100.0 for byte in digest).tobytes()
 
 
-def expected_tokens(prompt: list[int], seed: int, max_tokens: int, stops: bool) -> list[int]:
+def mark_of(adapter: str) -> int:
+    """What an adapter makes of a token's KV: other KV than that of the model, or of another adapter."""
+    return int.from_bytes(hashlib.blake2b(adapter.encode(), digest_size=3).digest()) << 10 if adapter else 0
+
+
+def expected_tokens(
+    prompt: list[int], seed: int, max_tokens: int, stops: bool, adapter: str = ""
+) -> list[int]:
     """What a sequence must generate, at any events around it."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(tokens, seed, stops))
+        tokens.append(next_token(tokens, seed, stops, adapter))
         if stops and tokens[-1] == STOP_ID:
             break
     return tokens[len(prompt) :]
@@ -63,6 +71,7 @@ class _Slot:
     table: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    adapter: str = ""  # digest
 
 
 class PagedEngine:
@@ -80,10 +89,18 @@ class PagedEngine:
         self.arena: Arena | None = None
         self.dice = random.Random(7)
         self.drafted = self.accepted = 0
+        self.adapters: dict[int, str] = {}  # digests by place
 
     def open(self, opened: SlotOpen) -> None:
         assert opened.slot not in self.slots, "a slot is opened while it is open"
-        self.slots[opened.slot] = _Slot(opened, tokens=list(opened.tokens))
+        adapter = self.adapters[opened.adapter] if opened.adapter else ""
+        self.slots[opened.slot] = _Slot(opened, tokens=list(opened.tokens), adapter=adapter)
+
+    def load(self, place: int, digest: str) -> None:
+        """Put an adapter into a place."""
+        assert 0 < place <= self.hello.adapter_places
+        assert place not in {slot.opened.adapter for slot in self.slots.values()}, "a place in use is loaded"
+        self.adapters[place] = digest
 
     def close(self, closed: SlotClose) -> None:
         assert closed.last_step <= self.step, "a slot is closed before its last step has run"
@@ -187,8 +204,10 @@ class PagedEngine:
             assert len(new) == count, "a host-fed row reaches beyond the host's tokens"
         size = self.hello.block_tokens
         for offset, token in enumerate(new):
-            self.blocks[slot.table[(start + offset) // size]][(start + offset) % size] = token
-        whole = [self.blocks[slot.table[i // size]][i % size] for i in range(start + count)]
+            kv = token ^ mark_of(slot.adapter)
+            self.blocks[slot.table[(start + offset) // size]][(start + offset) % size] = kv
+        kvs = [self.blocks[slot.table[i // size]][i % size] for i in range(start + count)]
+        whole = [kv ^ mark_of(slot.adapter) for kv in kvs]
         drafts = count - 1 if plan.from_device[row] == AT_DEVICE else 0
         return [whole[: start + count - drafts + nth] for nth in range(drafts + 1)]
 
@@ -197,7 +216,7 @@ class PagedEngine:
         known = list(slot.tokens)
         for _ in range(self.dice.randint(0, most)):
             right = self.dice.random() < 0.7
-            token = next_token(known, slot.opened.seed, STOP_ID in slot.opened.stop_ids)
+            token = next_token(known, slot.opened.seed, STOP_ID in slot.opened.stop_ids, slot.adapter)
             known.append(token if right else self.dice.randrange(VOCAB))
         return known[len(slot.tokens) :]
 
@@ -205,7 +224,7 @@ class PagedEngine:
         if slot.done:
             return -1, 2
         stops = STOP_ID in slot.opened.stop_ids
-        token = next_token(prefix, slot.opened.seed, stops)
+        token = next_token(prefix, slot.opened.seed, stops, slot.adapter)
         slot.tokens.append(token)
         slot.done = (stops and token == STOP_ID) or len(prefix) + 1 >= slot.opened.max_length
         return token, int(slot.done)

@@ -130,7 +130,10 @@ def _check_executor(executor: Executor) -> None:
         assert s.opened_after <= executor.step
         assert s.generation <= executor.generation
         assert s.parent is None or (s.parent in running and s.parent.is_prefilling), "its parent has gone"
-        root, keys = root_key(executor.hello.fingerprint, s.tenant), list[bytes]()
+        root, keys = (
+            root_key(executor.hello.fingerprint, s.tenant, s.request.tokenized.adapter),
+            list[bytes](),
+        )
         extend(keys, root, s.tokens, size, s.registered * size)
         keyed = zip(s.table, keys, strict=False)
         assert all(pool.key_of[block] in (key, None) for block, key in keyed), "a block has another key"
@@ -142,6 +145,11 @@ def _check_executor(executor: Executor) -> None:
     assert executor.running_by_class == _by_class(running)
     assert executor.running_by_tenant == Counter(s.tenant for s in running)
     assert len(executor.grammars) <= GRAMMARS
+    places = {placed.digest for placed in executor.adapters.values() if placed.loaded}
+    assert len({placed.digest for placed in executor.adapters.values()}) == len(executor.adapters)
+    assert all(1 <= place <= executor.hello.adapter_places for place in executor.adapters)
+    wanted = {s.request.tokenized.adapter for s in running} - {""}
+    assert wanted <= places, "a sequence runs without its adapter in a place"
     recount, kept = RowSums(executor.row_changes), executor.sums
     for s in running:
         recount.count(s, 1, size)
@@ -240,10 +248,10 @@ def _check_tiers(tiers: Tiers) -> None:
     used = {tier.actor: tier for tier in tiers.by_host.values()}
     assert all(tier.host_id == host for host, tier in tiers.by_host.items()), "a tier serves another host"
     assert not used.keys() & tiers.standby.keys(), "a tier is in use and stands by"
-    assert all(lookup.tier in used for lookup in tiers.lookups.values()), "a lookup outlived its tier"
+    assert all(lookup.offload in used for lookup in tiers.lookups.values()), "a lookup outlived its tier"
     assert not tiers.lookups.keys() & tiers.jobs.keys(), "a lookup and a job have one number"
     for number, job in tiers.jobs.items():
         assert (job.number, len(job.blocks)) == (number, len(job.keys)), "a block of a job has no key"
-        assert job.phase is JobPhase.COPYING or job.tier in used, "a job waits for a tier that is gone"
+        assert job.phase is JobPhase.COPYING or job.offload in used, "a job waits for a tier that is gone"
         assert len(job.valid) == (len(job.blocks) if job.up else 0)
         assert bool(job.seq) == job.up

@@ -2,13 +2,13 @@
 
     world = World(limits)
     world.add_engine(host="h")                 # ExecHello with host_id and bytes_per_block
-    world.add_tier(FakeTier(capacity=8))       # TierReady; engines of that host map its arena
+    world.add_tier(FakeTier(capacity=8))       # OffloadReady; engines of that host map its arena
     world.copies["e1"]                         # KvCopy that wait: made when delivered, or by `make_copy`
     world.deliver_copy("e1", at=0)             # do it now, and hand KvCopied to the scheduler
     world.tier.replies                         # answers of kv_offload that wait
     world.deliver_tier(at=0)                   # hand one to the scheduler; time goes on if it waits for L2
     world.run()                                # results, copies and answers, until nothing moves
-    world.lose_tier(); world.restart_tier()    # TierLost; TierReady with a new generation, L1 empty
+    world.lose_tier(); world.restart_tier()    # OffloadLost; OffloadReady with a new generation, L1 empty
 
 A copy that is made late finds what the blocks and the arena hold by then, so that a block given out too
 soon, or a lease ended too soon, changes tokens. What that cannot show is asserted, see `fence`.

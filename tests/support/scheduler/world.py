@@ -21,19 +21,21 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import (
     Arrived,
     Event,
+    OffloadLost,
+    OffloadReady,
     PeerLost,
     PeerReady,
     PolicySet,
     Send,
     Ticked,
-    TierLost,
-    TierReady,
 )
 from services.scheduler.state.state import AUTO, Limits
 from shared.kv_blocks import choice_seed
 from shared.messages import (
     AT_DEVICE,
     Accepted,
+    AdapterLoad,
+    AdapterLoaded,
     Close,
     Ended,
     ExecHello,
@@ -107,6 +109,8 @@ class World:
     moved: list[tuple[str, int]] = field(default_factory=list)
     hellos: deque[ExecHello] = field(default_factory=deque)  # of engines that sleep or are awake again
     naps: list[str] = field(default_factory=list)  # the command and the engine
+    adapter_loads: dict[str, deque[AdapterLoad]] = field(default_factory=dict)  # by engine, not made yet
+    broken_adapters: set[str] = field(default_factory=set)  # digests whose folder is gone
     auto_end: bool = True
     events: int = 0
     took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines report none
@@ -194,6 +198,7 @@ class World:
         for _ in range(steps):
             delivered = [self.deliver(name) for name in list(self.engines)]
             delivered += [self.deliver_copy(name) for name in list(self.engines)]
+            delivered += [self.deliver_adapter(name) for name in list(self.engines)]
             delivered.append(self.deliver_hello())
             if not any([*delivered, self.deliver_tier()]):
                 return
@@ -213,8 +218,21 @@ class World:
             self.handle(Arrived(f"executor.{name}", hello))
         return True
 
+    def deliver_adapter(self, name: str = "e1") -> bool:
+        """An engine ends its oldest load of an adapter."""
+        if not self.adapter_loads.get(name):
+            return False
+        load = self.adapter_loads[name].popleft()
+        error = "it is gone" if load.digest in self.broken_adapters else ""
+        if not error:
+            self.engines[name].load(load.place, load.digest)
+        loaded = AdapterLoaded(place=load.place, digest=load.digest, error=error, bytes=5, took_us=7)
+        self.handle(Arrived(f"executor.{name}", loaded))
+        return True
+
     def crash(self, name: str) -> None:
         self.engines.pop(name)
+        self.adapter_loads.pop(name, None)
         self.results.pop(name)
         self.side.engine_gone(name)
         self.handle(PeerLost("executor", name))
@@ -239,7 +257,7 @@ class World:
         heartbeat."""
         self.side.tier, self.side.name, self.side.host = tier, name, host
         self.map_arena()
-        self.handle(TierReady(name, tier.arena.generation, host, tier.arena.generation, tier.tiers))
+        self.handle(OffloadReady(name, tier.arena.generation, host, tier.arena.generation, tier.tiers))
 
     def map_arena(self) -> None:
         """Engines of the tier's host map its present arena."""
@@ -250,7 +268,7 @@ class World:
     def lose_tier(self) -> None:
         """kv_offload dies. What was on its way is lost; its arena stays mapped."""
         self.side.kept, self.side.tier = self.side.tier, None
-        self.handle(TierLost(self.side.name))
+        self.handle(OffloadLost(self.side.name))
 
     def restart_tier(self, mapped: bool = True) -> None:
         """kv_offload as a new incarnation: L1 empty. Engines that are late still map the old arena."""
@@ -261,7 +279,7 @@ class World:
         if mapped:
             self.map_arena()
         generation = tier.arena.generation
-        self.handle(TierReady(self.side.name, generation, self.side.host, generation, tier.tiers))
+        self.handle(OffloadReady(self.side.name, generation, self.side.host, generation, tier.tiers))
 
     def make_copy(self, name: str = "e1", at: int = 0) -> bool:
         """Let an engine make a copy now; its answer waits."""
@@ -311,7 +329,8 @@ class World:
         assert len(readers) == asked.n
         for reader in readers:
             seed = choice_seed(asked.seed, reader.opened.choice)
-            want = expected_tokens(list(asked.tokens), seed, asked.max_tokens, STOP_ID in asked.stop_ids)
+            stops = STOP_ID in asked.stop_ids
+            want = expected_tokens(list(asked.tokens), seed, asked.max_tokens, stops, asked.adapter)
             assert reader.tokens == want
             assert reader.closed is not None
             assert reader.closed.final == len(want)
@@ -360,6 +379,8 @@ class World:
             case SlotOpen() as opened:
                 assert opened.slot not in self._named(name, 0), "a slot is reused before its fence"
                 self.engines[name].open(opened)
+            case AdapterLoad() as load:
+                self.adapter_loads.setdefault(name, deque()).append(load)
             case SlotClose() as closed:
                 self.engines[name].close(closed)
             case StepPlan() as plan:
@@ -412,8 +433,9 @@ class World:
         self.copies[name] = deque()
 
     def _new_incarnation(self, name: str) -> None:
-        """An engine starts: none of its copies goes on, nothing writes for it into the arena."""
+        """An engine starts: none of its copies or loads goes on, nothing writes for it into the arena."""
         self._forget_copies(name)
+        self.adapter_loads.pop(name, None)
         self.map_arena()
         if self.side.tier is not None:
             self.side.tier.owner_gone(f"executor.{name}")

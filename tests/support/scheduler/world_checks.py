@@ -12,14 +12,9 @@ from itertools import pairwise
 from support.scheduler.world import World
 
 from services.scheduler import load_shedding, step_planner
+from services.scheduler.headroom import can_fit, headroom_blocks, headroom_bound, rows_without_block
 from services.scheduler.overlap import mode_of
-from services.scheduler.preemption import (
-    can_fit,
-    decode_shape,
-    headroom_blocks,
-    headroom_bound,
-    rows_without_block,
-)
+from services.scheduler.preemption import decode_shape
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, InFlight
 from services.scheduler.step_planner import ready_rows

@@ -8,6 +8,7 @@ import pytest
 
 from shared.config import PREFIX, Settings, load
 from shared.errors import SetupError
+from shared.processes import memory_limit
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
 
 
 def test_settings_are_few_and_explained() -> None:
-    assert len(Settings.model_fields) <= 63
+    assert len(Settings.model_fields) <= 64
     assert all(field.description for field in Settings.model_fields.values())
 
 
@@ -148,6 +149,27 @@ def test_a_device_may_be_several(device: str, wanted: tuple[str, int]) -> None:
     settings = load(flags={"device": device}).settings
     assert settings.device_and_ranks == wanted
     assert settings.is_pipeline == ("pp" in device)
+
+
+@pytest.mark.parametrize(
+    ("text", "of_80_gib"),
+    [
+        ("0.6", 48 << 30), ("1", 80 << 30), ("1.0", 80 << 30), ("40GiB", 40 << 30), ("0.5GiB", 1 << 29),
+        ("40GB", 40 * 10**9), ("512MiB", 512 << 20), ("512MB", 512 * 10**6),
+    ],
+)  # fmt: skip
+def test_memory_of_a_gpu_is_a_share_or_a_size(text: str, of_80_gib: int) -> None:
+    assert memory_limit(load(flags={"gpu_memory": text}).settings.gpu_memory, 80 << 30) == of_80_gib
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "0.0", "1.5", "60%", "40", "-0.5", "0GiB", "40 GiB", "40gib", "much", "nan"]
+)
+def test_memory_of_a_gpu_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(
+        SetupError, match=r"gpu_memory: .*a share up to 1, like 0.6, or a size in .*, like 40GiB"
+    ):
+        load(flags={"gpu_memory": text})
 
 
 def test_stages_are_whole_ranks() -> None:

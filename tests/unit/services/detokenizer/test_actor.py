@@ -17,11 +17,11 @@ from services.detokenizer.actor import DetokenizerActor
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.failover import Failover
 from shared.actor.runtime import Runtime
-from shared.checkpoints import pack
 from shared.codec import Envelope
 from shared.messages import Close, Open, Tokenized, Tokens, Usage, ints
 from shared.nats import subjects
 from shared.nats.interface import Delivery
+from shared.savepoints import pack
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import load_vocabulary
 
@@ -119,7 +119,7 @@ async def test_error_in_a_timer_fails_the_detokenizer(
 def resumption(**more: Any) -> bytes:
     asked = Tokenized(
         request="r", attempt=1, tenant="t", model="m", inbox="_INBOX.t.headrace-keeper.r", timeout_us=10**9,
-        tokens=ints([5, 6, 7]), generated=ints([1]), reasons=("",), checkpoints="c",
+        tokens=ints([5, 6, 7]), generated=ints([1]), reasons=("",), savepoints="c",
     )  # fmt: skip
     return pack(dataclasses.replace(asked, **more), None)
 
@@ -127,14 +127,14 @@ def resumption(**more: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"2 x", "not a checkpoint"),
+        (b"2 x", "not a savepoint"),
         (resumption(model="other"), "of another model"),
         (resumption(tenant="u"), "of another model"),
         (resumption(inbox="_INBOX.t.x"), "of another model"),
         (resumption(), ""),
     ],
 )
-async def test_keeper_gets_the_reason_when_a_checkpoint_is_of_no_use(
+async def test_keeper_gets_the_reason_when_a_savepoint_is_of_no_use(
     fleet: Fleet, runtime: Runtime, data: bytes, why: str
 ) -> None:
     deliveries: list[Delivery] = []
@@ -147,13 +147,13 @@ async def test_keeper_gets_the_reason_when_a_checkpoint_is_of_no_use(
     assert runtime.actor.status()["failover"] == (0 if why else 1)
 
 
-async def test_a_checkpoint_that_cannot_be_stored_is_counted_and_the_answer_goes_on(
+async def test_a_savepoint_that_cannot_be_stored_is_counted_and_the_answer_goes_on(
     fleet: Fleet, runtime: Runtime
 ) -> None:
     inbox = "_INBOX.t.headrace-keeper.r"
     asked = Tokenized(
         request="r", attempt=1, tenant="t", model="m", inbox=inbox, timeout_us=10**9,
-        tokens=ints([5]), max_tokens=99, checkpoints="c",
+        tokens=ints([5]), max_tokens=99, savepoints="c",
     )  # fmt: skip
     opened = Open(seq=7, request="r", attempt=1, tenant="t", model="m", inbox=inbox, prompt_tokens=1)
     tokens = Tokens(

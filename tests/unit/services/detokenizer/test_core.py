@@ -113,6 +113,31 @@ def test_the_usage_counts_the_reasoning_of_all_choices(core: DetokenizerCore, st
     assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (32, {"reasoning_tokens": 6})
 
 
+@pytest.mark.parametrize(
+    ("most_calls", "reason", "named"), [(2, "stop", ("shell",)), (2, "length", ()), (0, "stop", ())]
+)
+def test_ended_names_the_functions_of_an_answer_that_may_call_some_when_it_is_whole(
+    core: DetokenizerCore, most_calls: int, reason: str, named: tuple[str, ...]
+) -> None:
+    text = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
+    out = run(
+        core,
+        opened(answer_format="hermes", most_calls=most_calls),
+        tokens(0, text),
+        close(len(text), reason),
+    )
+    assert sent_to_scheduler(out) == [Ended(seq=7, index=len(text), reason=reason, calls=named)]
+
+
+def test_ended_names_few_functions_and_cuts_their_names(core: DetokenizerCore) -> None:
+    names = [f"{number}{'n' * 99}" for number in range(10)]
+    text = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in names)
+    out = run(core, opened(answer_format="hermes", most_calls=2), tokens(0, text), close(len(text)))
+    (ended,) = sent_to_scheduler(out)
+    assert isinstance(ended, Ended)
+    assert ended.calls == tuple(name[:64] for name in names[:8])
+
+
 def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     out = run(core, opened(), tokens(0, 'a"'), tokens(2, "é\n"), close(5, "length", cached=3))
     published = [c for c in out if isinstance(c, Publish)]

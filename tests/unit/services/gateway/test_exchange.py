@@ -35,8 +35,8 @@ from shared.errors import (
     UnknownModel,
 )
 from shared.openai.call import error_body, error_status
+from shared.telemetry.counters import HistogramPoint, MetricPoint
 from shared.telemetry.metrics import to_prometheus
-from shared.telemetry.readings import HistogramPoint, MetricPoint
 from shared.telemetry.traces import covered_us
 
 

@@ -16,8 +16,8 @@ from shared.codec import Envelope
 from shared.messages import Heartbeat
 from shared.nats import subjects
 from shared.nats.interface import Delivery
+from shared.telemetry.counters import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.metrics import to_prometheus
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 
 class Counting(Recorder):

@@ -39,7 +39,6 @@ from services.keeper.core import (
 )
 from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work
 from shared.bodies import encode
-from shared.checkpoints import body_hash
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -51,6 +50,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
+from shared.savepoints import body_hash
 
 KEYS = [("a", "1"), ("a", "2"), ("b", "1")]  # two tenants may use one id
 AGAIN = [
@@ -63,13 +63,13 @@ LAST = [BadRequest("wrong"), EngineError("killed three executors"), Cancelled("b
 
 
 def work(key: Key, submitted_us: int = 0) -> Work:
-    """The requests of tenant b have checkpoints."""
+    """The requests of tenant b have savepoints."""
     more = {"durable": "tokens"} if key[0] == "b" else {}
     webhook = "https://a.example" if key == KEYS[1] else ""
     return Work(*key, "m", {"prompt": key[1], "seed": 7, **more}, "digest", submitted_us, webhook=webhook)
 
 
-def checkpoint(key: Key) -> bytes:
+def savepoint(key: Key) -> bytes:
     return f"1 {body_hash(encode(work(key).body))}\ntokens".encode()
 
 
@@ -95,8 +95,8 @@ class Keepers(RuleBasedStateMachine):
                     self.todo.append(command)
                 case Ask(asked, found, run):
                     assert (asked.tenant, asked.id) in self.waiting
-                    assert found in (b"", checkpoint((asked.tenant, asked.id)))
-                    assert not found or asked.has_checkpoints
+                    assert found in (b"", savepoint((asked.tenant, asked.id)))
+                    assert not found or asked.has_savepoints
                     assert bool(run) != bool(found), "what goes on is no new run"
                     self.asked.append(asked)
                 case Announce(key, status):
@@ -129,10 +129,10 @@ class Keepers(RuleBasedStateMachine):
     def store_answers(self, data: st.DataObject, there: str) -> None:
         command = self.todo.pop(data.draw(st.integers(0, len(self.todo) - 1)))
         if isinstance(command, LookUp):
-            assert command.checkpoint == (command.key[0] == "b")
-            found = data.draw(st.sampled_from([b"", b"1 other\n", checkpoint(command.key)]))
+            assert command.savepoint == (command.key[0] == "b")
+            found = data.draw(st.sampled_from([b"", b"1 other\n", savepoint(command.key)]))
             exists = None if there != "yes" else command.key in self.records
-            self.feed(LookedUp(command.key, exists, found if command.checkpoint else b""))
+            self.feed(LookedUp(command.key, exists, found if command.savepoint else b""))
             return
         assert isinstance(command, Store)
         new = command.key not in self.records
@@ -215,7 +215,7 @@ TestKeepers = Keepers.TestCase
 
 def flown(core: KeeperCore, key: Key = KEYS[0], times: int = 1, now_us: int = 0) -> None:
     """A request that has been asked."""
-    looks = [LookUp(key, checkpoint=key[0] == "b")]
+    looks = [LookUp(key, savepoint=key[0] == "b")]
     assert core.handle(Delivered(work(key), "ack", times), now_us, now_us) == looks
     assert core.handle(LookedUp(key, False), now_us, now_us) == [Ask(work(key), run=64 * (times - 1) + 1)]
 
@@ -459,43 +459,43 @@ def test_runs_keep_their_order_when_a_consumer_that_was_made_again_counts_from_o
     assert core.handle(Tick(), ASK_AGAIN_US, 0) == [Ask(work(KEYS[0]), run=2 * 64 + 2), Progress("new")]
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------
+# ---- savepoints ------------------------------------------------------------------------------------
 
 LONG = KEYS[2]
 
 
 def looked_up(found: bytes) -> tuple[KeeperCore, list[Command]]:
     core = KeeperCore()
-    assert core.handle(Delivered(work(LONG), "ack"), 0, 0) == [LookUp(LONG, checkpoint=True)]
+    assert core.handle(Delivered(work(LONG), "ack"), 0, 0) == [LookUp(LONG, savepoint=True)]
     return core, core.handle(LookedUp(LONG, False, found), 0, 0)
 
 
-def test_a_request_goes_on_after_its_checkpoint() -> None:
-    assert looked_up(checkpoint(LONG))[1] == [Ask(work(LONG), checkpoint(LONG))]
+def test_a_request_goes_on_after_its_savepoint() -> None:
+    assert looked_up(savepoint(LONG))[1] == [Ask(work(LONG), savepoint(LONG))]
     assert looked_up(b"")[1] == [Ask(work(LONG), run=1)]
 
 
-def test_a_checkpoint_of_another_body_or_version_is_dropped() -> None:
-    for found in (checkpoint(KEYS[0]), b"2" + checkpoint(LONG)[1:], b"garbage"):
+def test_a_savepoint_of_another_body_or_version_is_dropped() -> None:
+    for found in (savepoint(KEYS[0]), b"2" + savepoint(LONG)[1:], b"garbage"):
         assert looked_up(found)[1] == [Drop(LONG), Ask(work(LONG), run=1)]
 
 
-def test_one_with_a_record_is_acked_and_its_checkpoint_dropped() -> None:
+def test_one_with_a_record_is_acked_and_its_savepoint_dropped() -> None:
     core = KeeperCore()
     core.handle(Delivered(work(LONG), "ack"), 0, 0)
-    assert core.handle(LookedUp(LONG, True, checkpoint(LONG)), 0, 0) == [Ack("ack"), Drop(LONG)]
-    core, _ = looked_up(checkpoint(LONG))
+    assert core.handle(LookedUp(LONG, True, savepoint(LONG)), 0, 0) == [Ack("ack"), Drop(LONG)]
+    core, _ = looked_up(savepoint(LONG))
     core.handle(Answered(LONG, {"text": "x"}), 1, 1)
     assert core.handle(Stored(LONG, True), 2, 2) == [Announce(LONG, COMPLETED), Ack("ack"), Drop(LONG)]
 
 
-def test_an_error_after_a_checkpoint_is_not_the_last_word() -> None:
-    """It starts over, once: the error may be of the checkpoint. The next one is of the request."""
-    core, _ = looked_up(checkpoint(LONG))
+def test_an_error_after_a_savepoint_is_not_the_last_word() -> None:
+    """It starts over, once: the error may be of the savepoint. The next one is of the request."""
+    core, _ = looked_up(savepoint(LONG))
     assert core.handle(Answered(LONG, BadRequest("unreadable")), 1, 1) == [Drop(LONG), Ask(work(LONG), run=2)]
     core.handle(Tick(), 1, 1)
-    assert core.handle(Tick(), 1 + ASK_AGAIN_US, 1)[0] == LookUp(LONG, checkpoint=True)
-    assert core.handle(LookedUp(LONG, False, checkpoint(LONG)), 2, 2) == [Ask(work(LONG), run=3)]
+    assert core.handle(Tick(), 1 + ASK_AGAIN_US, 1)[0] == LookUp(LONG, savepoint=True)
+    assert core.handle(LookedUp(LONG, False, savepoint(LONG)), 2, 2) == [Ask(work(LONG), run=3)]
     (store,) = core.handle(Answered(LONG, EngineError("killed three executors")), 3, 3)
     assert isinstance(store, Store)
     assert store.record["status"] == FAILED
@@ -503,20 +503,20 @@ def test_an_error_after_a_checkpoint_is_not_the_last_word() -> None:
 
 def test_a_cancel_a_time_limit_and_a_fleet_that_is_not_ready_are_not_its_fault() -> None:
     for outcome in (Cancelled("by the client"), DeadlineExceeded("late")):
-        core, _ = looked_up(checkpoint(LONG))
+        core, _ = looked_up(savepoint(LONG))
         (store,) = core.handle(Answered(LONG, outcome), 1, 1)
         assert isinstance(store, Store)
     for outcome in AGAIN:
-        core, _ = looked_up(checkpoint(LONG))
+        core, _ = looked_up(savepoint(LONG))
         (nak,) = core.handle(Answered(LONG, outcome), 1, 1)
         assert isinstance(nak, Nak)
 
 
-def test_newest_checkpoint_is_read_before_the_request_is_submitted_again() -> None:
+def test_newest_savepoint_is_read_before_the_request_is_submitted_again() -> None:
     """The fleet may have died while this keeper lived."""
     core, asked = looked_up(b"")
     assert asked == [Ask(work(LONG), run=1)]
     core.handle(Tick(), 0, 0)
-    assert core.handle(Tick(), ASK_AGAIN_US, 0)[0] == LookUp(LONG, checkpoint=True)
-    again = core.handle(LookedUp(LONG, False, checkpoint(LONG)), ASK_AGAIN_US, 0)
-    assert again == [Ask(work(LONG), checkpoint(LONG))]
+    assert core.handle(Tick(), ASK_AGAIN_US, 0)[0] == LookUp(LONG, savepoint=True)
+    again = core.handle(LookedUp(LONG, False, savepoint(LONG)), ASK_AGAIN_US, 0)
+    assert again == [Ask(work(LONG), savepoint(LONG))]

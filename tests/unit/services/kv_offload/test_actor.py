@@ -52,7 +52,7 @@ from shared.messages import (
     Message,
     ints,
 )
-from shared.telemetry.readings import MetricPoint
+from shared.telemetry.counters import MetricPoint
 
 PAGE = 4096
 PRINT = "00112233445566778899aabbccddeeff"

@@ -7,6 +7,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 
+from services.scheduler.state.reuse import Reused
 from services.scheduler.state.state import Executor
 from shared.step_model import StepModel
 
@@ -53,7 +54,7 @@ def test_group_gets_the_next_executor_where_the_blocks_are_copied_first() -> Non
     """Blocks that are likely to be used again are copied to L1; the group does not wait for that."""
     world = full_and_fresh()
     executor_of(world, "e1").cost_model = Known(StepModel(weights_us=300, token_ns=100_000), 700)
-    world.scheduler.state.prefix_reuse_pm = 1_000
+    world.scheduler.state.reuse.tenants["public"] = Reused(1, 1)
     assert asked(world, "first", [20] * LONG, 16) == "e2"
     for _ in range(6):
         world.deliver_tier()

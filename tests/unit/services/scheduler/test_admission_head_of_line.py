@@ -8,7 +8,7 @@ import pytest
 from support.scheduler.world import World
 from support.scheduler.world_checks import ALL
 
-from services.scheduler import preemption
+from services.scheduler import headroom, preemption
 from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Ticked
@@ -162,7 +162,7 @@ def test_a_row_that_fails_is_forgotten_where_its_choices_are() -> None:
     assert (running(world, "large"), running(world, "small")) == (["fills"], ["wide", "wide"])
     state = world.scheduler.state
     for sequence in state.requests["public", "wide"].sequences[1:]:
-        preemption.withdraw(state, sequence, 0)
+        headroom.withdraw(state, sequence, 0)
         preemption.requeue(state, sequence)
     steps(world, 6)
     assert (running(world, "large"), running(world, "small")) == (["wide"], ["wide"])

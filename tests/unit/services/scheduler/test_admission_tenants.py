@@ -133,9 +133,9 @@ def test_sequence_that_needs_a_block_takes_it_from_the_tenant_with_most() -> Non
     world.ask("b", [99] * 4, 30, tenant="b")
     world.run()
     pauses = [
-        (trace.record.choices[0].close.decisions, trace.record.request)
+        (trace.facts.choices[0].close.decisions, trace.facts.request)
         for trace in world.scheduler.state.ended.by_key.values()
-        if trace.record.choices[0].close is not None
+        if trace.facts.choices[0].close is not None
     ]
     first = min((d.at_us, name) for decisions, name in pauses for d in decisions if d.what == "preempt")
     assert first[1] != "b"

@@ -291,7 +291,7 @@ def test_the_record_waits_for_ended_as_long_as_its_request_may_run() -> None:
     assert [s.request.tokenized.request for s in world.scheduler.state.sequences.values()] == ["b"]
     trace = world.scheduler.state.ended.find(lambda key: key[1] == "a")
     assert trace is not None
-    assert (trace.record.choices[0].tokens, trace.record.choices[0].reason) == (2, "stop")
+    assert (trace.facts.choices[0].tokens, trace.facts.choices[0].reason) == (2, "stop")
     (reader,) = world.readers_of("b")
     for _ in range(11):
         reader.closed = None

@@ -1,7 +1,13 @@
 """The scheduler's core on engines that check every block: any events in any order (a Hypothesis machine).
 
-P1-P3: blocks and fences. P5: every request ends. P6: no class inversion. P7: the same tokens whenever a
-sequence is preempted. Also the window and overlap. `HEADRACE_MACHINE_EXAMPLES` runs more histories than CI.
+What holds after each history:
+
+    blocks      a block has one owner, or sequences that share a prefix; none is given out before its fence
+    ends        every request ends
+    classes     no sequence is preempted for one of a lower class
+    tokens      a request has the same tokens, whenever its sequences are preempted
+
+Also the window and overlap. `HEADRACE_MACHINE_EXAMPLES` runs more histories than CI.
 """
 
 from __future__ import annotations
@@ -125,8 +131,8 @@ class Machine(RuleBasedStateMachine):
     def preempt(
         self, state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
     ) -> None:
-        """P6: no sequence is preempted for one of a lower class, or of a tenant that has more, and P5: none
-        more than three times, but for a tenant of which nothing runs."""
+        """No sequence is preempted for one of a lower class, or of a tenant that has more, and none more than
+        three times, but for a tenant of which nothing runs."""
         found = re.search(r"seq (\d+)", why)
         assert found is not None, "a preemption that names no reason"
         first = state.sequences[int(found[1])]
@@ -197,7 +203,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def force_preemption(self, seed: int) -> None:
-        """P7: each running sequence may be preempted at any time."""
+        """Each running sequence may be preempted at any time, and its tokens stay the same."""
         dice, state = random.Random(seed), self.world.scheduler.state
         for executor in state.executors.values():
             for victim in preemption._candidates(state, executor, executor.running):
@@ -317,7 +323,7 @@ class Machine(RuleBasedStateMachine):
         self.world.tick(by_us)
 
     def teardown(self) -> None:
-        """P5: with both executors and a detokenizer there, results alone bring every request to an end."""
+        """With both executors and a detokenizer there, results alone bring every request to an end."""
         if not hasattr(self, "world"):
             return
         world = self.world

@@ -17,7 +17,7 @@ from services.scheduler.state.requests import (
     PeerLost,
     PeerReady,
     Send,
-    request_record,
+    request_facts,
 )
 from shared.kv_blocks import choice_seed
 from shared.messages import MOVED, Cancel, Detached, Tokenized, ints
@@ -243,7 +243,7 @@ def test_time_limit_and_stages_of_a_reopened_request_count_from_the_first_arriva
     resume(world, of, so_far(of, [2], age_us=4_000_000, first_us=300_000))
     request = world.scheduler.state.requests["public", "r"]
     (sequence,) = request.sequences
-    facts = request_record(request, world.now_us)
+    facts = request_facts(request, world.now_us)
     assert facts.choices[0].close.timings.queue_us == 0
     assert facts.choices[0].close.timings.prefill_us == 300_000
     assert [d.what for d in sequence.decisions][:1] == ["resume"]

@@ -9,7 +9,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler.kv_tiers import load, lookups, store
-from services.scheduler.state.requests import Arrived, TierLost, TierReady
+from services.scheduler.state.requests import Arrived, OffloadLost, OffloadReady
 from services.scheduler.state.state import Executor
 from services.scheduler.state.transfers import (
     ANSWER_US,
@@ -204,7 +204,7 @@ def test_no_block_is_given_up_for_a_slow_link_while_its_first_copy_measures_the_
     world.ask("first", PROMPT, 2)
     world.run()
     (tier,) = state.tiers.by_host.values()
-    (block,) = executor.pool.to_copy(1)
+    block = next(executor.pool.dirty)
     job = lookups.start_job(state, executor, tier, [block], [bytes(32)])
     lookups.count_queued(executor, job, 1 << 20)
     assert store._copy_us(state, executor) == 0
@@ -271,9 +271,9 @@ def test_news_of_the_same_generation_change_nothing() -> None:
     world = stored()
     world.ask("second", PROMPT, 2)
     jobs, generation = dict(world.scheduler.state.tiers.jobs), world.tier.arena.generation
-    world.handle(TierReady("k1", generation, "h", generation, ("l1", "l2")))
+    world.handle(OffloadReady("k1", generation, "h", generation, ("l1", "l2")))
     assert world.scheduler.state.tiers.jobs == jobs
-    world.handle(TierLost("another tier"))
+    world.handle(OffloadLost("another tier"))
     world.run()
     assert cached_tokens(world, "second") == 20
 

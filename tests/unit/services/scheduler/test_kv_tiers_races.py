@@ -15,14 +15,15 @@ from services.scheduler.state.requests import (
     NO_TAIL,
     Arrived,
     DrainRequested,
+    OffloadLost,
+    OffloadReady,
     Tail,
     Ticked,
-    TierLost,
-    TierReady,
 )
+from services.scheduler.state.reuse import Reused
 from services.scheduler.state.state import Executor, Limits
 from shared.messages import KvFound, KvLookup, StepResult, ints
-from shared.telemetry.traces import Choice, RequestRecord, request_spans
+from shared.telemetry.traces import Choice, RequestFacts, request_spans
 
 PROMPT = list(range(3, 24))  # 21 tokens: five blocks of four, and one
 PLACE = ("k1", "f")
@@ -151,7 +152,7 @@ def test_a_late_answer_to_an_earlier_wait_is_not_taken_for_the_present_one() -> 
 
 def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
     world = fresh(blocks=6)
-    world.scheduler.state.prefix_reuse_pm = 0  # only needed blocks are copied
+    world.scheduler.state.reuse.tenants["public"] = Reused(1, 0)  # only needed blocks are copied
     world.ask("first", [5] * 6, 3)
     world.run()
     assert only(world).pool.dirty_blocks == 2
@@ -265,7 +266,7 @@ def test_a_restore_lasts_from_the_question_to_the_copy_in_the_trace() -> None:
     world.run()
     closed = world.readers_of("second")[0].closed
     assert closed is not None
-    facts = RequestRecord(
+    facts = RequestFacts(
         request="second", tenant="t", model="m", format="chat", inbox="i", received_wall_us=0,
         detokenizer="d", choices=(Choice(index=0, tokens=2, reason="length", close=closed),),
     )  # fmt: skip
@@ -307,11 +308,11 @@ def test_engine_that_stores_nothing_makes_no_lookup() -> None:
 def test_later_of_two_tiers_on_a_host_counts() -> None:
     """As for the executors: at any message of the earlier one."""
     world = fresh()
-    world.handle(TierReady("k2", 7, "h", 7, ("l1",)))
-    world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
+    world.handle(OffloadReady("k2", 7, "h", 7, ("l1",)))
+    world.handle(OffloadReady("k1", 1, "h", 1, ("l1",)))
     assert world.scheduler.state.tiers.by_host["h"].actor == "k2"
-    world.handle(TierLost("k2"))
-    world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
+    world.handle(OffloadLost("k2"))
+    world.handle(OffloadReady("k1", 1, "h", 1, ("l1",)))
     assert world.scheduler.state.tiers.by_host["h"].actor == "k1"
 
 
@@ -344,11 +345,11 @@ def test_living_tier_that_was_given_up_gets_the_ended_jobs() -> None:
     world.run()
     world.tick(200_000)
     assert [job.up for job in world.scheduler.state.tiers.jobs.values()] == [False]
-    world.handle(TierLost("k1"))
+    world.handle(OffloadLost("k1"))
     world.tier.thaw(world.now_us)
     while world.deliver_tier():
         pass
-    world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
+    world.handle(OffloadReady("k1", 1, "h", 1, ("l1",)))
     world.assert_idle()
 
 
@@ -389,7 +390,7 @@ def test_link_is_not_tried_at_the_cost_of_a_paused_sequence() -> None:
         assert world.deliver_tier()
     (sequence,) = executor.running
     costs = RecomputeCost.of(executor)
-    look = store._Conditions(pressed=1, copy_us=0, preempted_us=700, chance_pm=1_000, recompute=costs)
-    assert store._view(state, executor, look, (sequence.seq, 0)).copy_us == 0
+    look = store._Conditions(pressed=1, copy_us=0, preempted_us=700, recompute=costs)
+    assert store._view(state, executor, look, (sequence.seq, 0), 1_000).copy_us == 0
     paused(world)
-    assert store._view(state, executor, look, (sequence.seq, 0)).copy_us == 700
+    assert store._view(state, executor, look, (sequence.seq, 0), 1_000).copy_us == 700

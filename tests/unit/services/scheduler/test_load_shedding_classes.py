@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 
-from services.scheduler import preemption
+from services.scheduler import headroom
 from services.scheduler.state import requests
 from services.scheduler.state.state import Limits
 from shared.step_model import StepModel
@@ -64,7 +64,7 @@ def test_running_sequence_that_keeps_its_place_counts_as_ahead() -> None:
         first = next(s for s in executor.running if s.level == 0)
         if why != "class":
             world.check_every = 0
-            preemption.withdraw(world.scheduler.state, first, 0)
+            headroom.withdraw(world.scheduler.state, first, 0)
             (left,) = executor.running
             left.level, left.turn.pinned = (0, False) if why == "risen" else (2, True)
         world.ask("late", [9] * 6_000, 5, slo_class="interactive")

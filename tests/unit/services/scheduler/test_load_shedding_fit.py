@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler.world import World
 
+from services.scheduler.headroom import can_fit
 from services.scheduler.load_shedding import with_possible_max_tokens
-from services.scheduler.preemption import can_fit
 from services.scheduler.state.requests import Arrived, PeerDraining
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import Tokenized, ints

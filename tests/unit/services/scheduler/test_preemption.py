@@ -9,8 +9,8 @@ import pytest
 from support.scheduler.world import World
 
 from loadtest import policies
-from services.scheduler import admission, preemption
-from services.scheduler.preemption import headroom_blocks
+from services.scheduler import admission, headroom, preemption
+from services.scheduler.headroom import headroom_blocks
 from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import PIN_AFTER_PREEMPTIONS, Arrived, PeerDraining, Sequence, Ticked
@@ -87,7 +87,7 @@ def test_sequence_whose_last_token_is_in_flight_needs_no_block() -> None:
     world.ask("ends", [6] * 5, 4)
     (executor,) = world.scheduler.state.executors.values()
     assert [(s.computed, len(s.table), s.planned_length) for s in executor.running] == [(8, 2, 9)]
-    assert preemption.rows_without_block(executor) == []
+    assert headroom.rows_without_block(executor) == []
     world.run()
     world.assert_answers("ends")
 
@@ -133,7 +133,7 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
         world.ask(name, [number + 5] * 12, 8)
     while world.deliver():
         most = max([most, *(s.turn.preemptions for s in state.sequences.values())])
-        spare = max(spare, headroom_blocks(state, executor) - len(preemption.rows_without_block(executor)))
+        spare = max(spare, headroom_blocks(state, executor) - len(headroom.rows_without_block(executor)))
         assert policy.reservation == "on_demand" or not any(
             s.turn.pinned or s.turn.protected_until_us for s in state.sequences.values()
         )
@@ -163,7 +163,7 @@ def test_blocks_of_a_paused_sequence_are_forgotten_under_the_forget_policy(tier:
     hits = [
         dict(decision.numbers)["hit_tokens"]
         for trace in world.scheduler.state.ended.by_key.values()
-        for choice in trace.record.choices
+        for choice in trace.facts.choices
         if choice.close is not None
         for decision in choice.close.decisions
         if decision.what == "resume"
@@ -179,7 +179,7 @@ def test_no_sequence_starts_on_a_place_that_a_row_of_the_next_step_needs(
     start, found = admission._start, list[int]()
 
     def watched(state: State, offer: admission.Offer, group: SequenceGroup) -> None:
-        pool, short = offer.executor.pool, preemption.rows_without_block(offer.executor)
+        pool, short = offer.executor.pool, headroom.rows_without_block(offer.executor)
         start(state, offer, group)
         assert len(short) <= pool.unreserved_blocks
         found.append(len(short))

@@ -11,7 +11,7 @@ import pytest
 from support.scheduler.world import World
 from support.scheduler.world_checks import ALL
 
-from services.scheduler import admission, preemption, step_planner
+from services.scheduler import admission, headroom, preemption, step_planner
 from services.scheduler.admission import MAX_TOGETHER
 from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
@@ -269,7 +269,7 @@ def exact(seen: list[int]) -> Iterator[None]:
 
     def preempted(state: State, executor: Executor, victim: Sequence, why: str, of: list[Sequence]) -> None:
         for groups in calls:
-            assert max(preemption.shortfall(state, executor, *groups)) > 0, "a victim without need"
+            assert max(headroom.shortfall(state, executor, *groups)) > 0, "a victim without need"
             assert "has no running sequence" in why or victim.level > groups[-1].level, "class inversion"
         preempt(state, executor, victim, why, of)
 
@@ -285,7 +285,7 @@ def exact(seen: list[int]) -> Iterator[None]:
         calls.append(tuple(groups))
         fits = until_fits(state, executor, groups, rows, why, cede)
         calls.pop()
-        assert not fits or max(preemption.shortfall(state, executor, *groups)) <= 0, "victims for nothing"
+        assert not fits or max(headroom.shortfall(state, executor, *groups)) <= 0, "victims for nothing"
         assert fits or state.counters.preemptions == before, "victims for nothing"
         seen.extend([len(groups)] * fits)
         return fits

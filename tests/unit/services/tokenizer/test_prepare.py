@@ -28,12 +28,15 @@ from services.tokenizer.queries import tokenize_body
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, MAX_RUN, RUN_HEADER, UNSUPPORTED, run_of
-from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
 from shared.messages import MANY_CALLS, Sampling, Tokenized, floats, ints
-from shared.vocab.vocabulary import Vocabulary, gguf_parts
+from shared.savepoints import body_hash
+from shared.session_hints import name_of
+from shared.vocab.gguf import gguf_parts
+from shared.vocab.vocabulary import Vocabulary
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi 12"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
 WALL_US = 1_700_000_000_000_000
 
 
@@ -648,13 +651,13 @@ def test_tools_are_free_unless_strict_without_a_grammar_engine(
         assert (caught.value.param, name in str(caught.value)) == (param, True)
 
 
-def test_only_a_keepers_request_has_checkpoints(model: ServedModel) -> None:
+def test_only_a_keepers_request_has_savepoints(model: ServedModel) -> None:
     """They are stored under the hash of its body: another one cannot use them."""
     body = json.dumps({**CHAT, "durable": "tokens"}).encode()
     submission = Submission("acme", "_INBOX.acme.headrace-keeper.r", body, "fresh", 99, WALL_US)
     got = prepare(submission, read_body(body), model)
-    assert got.checkpoints == body_hash(body)
-    assert dataclasses.replace(got, checkpoints="", inbox="inbox") == prepared(model, CHAT)
+    assert got.savepoints == body_hash(body)
+    assert dataclasses.replace(got, savepoints="", inbox="inbox") == prepared(model, CHAT)
     for inbox in ("inbox", "_INBOX.acme.x", "_INBOX.headrace-keeper.r"):
         with pytest.raises(BadRequest, match="only the tokens of a submitted request") as caught:
             prepare(dataclasses.replace(submission, inbox=inbox), read_body(body), model)
@@ -800,6 +803,63 @@ def test_a_chat_has_its_routing_key_from_its_first_turn_on(model: ServedModel) -
     others = [key(first), key(system, ("user", "Ho")), key(system), key(system, ("assistant", "Hi"))]
     assert not set(keys) & set(others)
     assert others[2] == others[3]
+
+
+def test_the_sessions_of_a_program_have_one_routing_key(model: ServedModel) -> None:
+    """It goes before `prompt_cache_key`, and another tenant has another one."""
+
+    def key(text: str, tenant: str = "acme", **fields: Any) -> str:
+        body = json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
+        return prepare(Submission(tenant, "inbox", body, "f", 9, WALL_US), read_body(body), model).routing_key
+
+    top = key("Hi", session_id="top")
+    assert key("Ho", session_id="top", prompt_cache_key="a") == top
+    assert key("Ho", session_id="child", parent_session_id="top") == top
+    assert key("Ho", session_id="grandchild", parent_session_id="child", root_session_id="top") == top
+    others = [
+        key("Hi"),
+        key("Hi", session_id="other"),
+        key("Hi", "u", session_id="top"),
+        key("Hi", prompt_cache_key="top"),
+    ]
+    assert len({top, *others}) == 5
+
+
+def test_the_hints_of_a_request_reach_the_scheduler(model: ServedModel) -> None:
+    bare = prepared(model, CHAT)
+    fields: dict[str, Any] = {
+        "session_id": "child", "parent_session_id": "top", "session_final": True,
+        "prompt_cache_retention": "5m",
+        "nvext": {"agent_hints": {"osl": 1_000_000, "speculative_prefill": True}}, "max_tokens": 40,
+    }  # fmt: skip
+    assert prepared(model, {**CHAT, **fields}) == dataclasses.replace(
+        bare,
+        session=name_of("acme", "child"),
+        parent=name_of("acme", "top"),
+        session_final=True,
+        expects_tokens=40,  # no answer is longer than its limit
+        keep_us=300_000_000,
+        prefetch=True,
+        max_tokens=40,
+        open_end=False,
+        routing_key=prepared(model, {**CHAT, "session_id": "top"}).routing_key,
+    )
+    assert not bare.has_tools
+
+
+@pytest.mark.parametrize(
+    ("more", "has"),
+    [({}, False), ({"tools": []}, False), ({"tools": [TOOL]}, True)],
+    ids=["none", "empty", "one"],
+)
+def test_a_request_with_tools_is_known_to_have_some(path: Path, more: dict[str, Any], has: bool) -> None:
+    served = dataclasses.replace(model_with(path, "tools"), max_context=1024)
+    assert prepared(served, {**CHAT, **more}).has_tools is has
+
+
+def test_a_request_for_a_vector_has_no_session(model: ServedModel) -> None:
+    with pytest.raises(BadRequest, match="`session_id`"):
+        prepared(model, {"input": "Hi", "session_id": "a"})
 
 
 def test_prediction_is_its_tokens_and_at_most_8192(model: ServedModel) -> None:

@@ -10,8 +10,7 @@ import pytest
 from jinja2 import TemplateError
 from support import template_shapes as shapes
 
-from services.tokenizer.chat_template import template_environment
-from services.tokenizer.template_probe import (
+from services.tokenizer.chat_template import (
     NOT_READ,
     OF_SYSTEM,
     READ,
@@ -21,8 +20,9 @@ from services.tokenizer.template_probe import (
     WRITTEN,
     Render,
     TemplateSkills,
-    probe,
+    template_environment,
 )
+from services.tokenizer.template_probe import probe
 from shared.answer_formats.formats import FORMATS
 
 ONE_AT_A_TIME = {"system": False, "several_systems": False, "late_system": False, "repeats": False}

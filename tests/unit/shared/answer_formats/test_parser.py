@@ -8,8 +8,8 @@ import json
 import pytest
 from support.recorded_answers import ANSWERS, FIRST, SECOND, TEXT, THOUGHT, TOOLS, Answer, parts_of, read
 
-from shared.answer_formats.formats import FORMATS, Keyed, Python
-from shared.answer_formats.parser import AnswerParser
+from shared.answer_formats.formats import FORMATS, THINKING, Keyed, Python
+from shared.answer_formats.parser import AnswerParser, called_functions
 from shared.answer_formats.reader import MAX_HEAD, MAX_HELD, Part
 
 NAMES = [f"{i}-{answer.form}" for i, answer in enumerate(ANSWERS)]
@@ -49,6 +49,22 @@ def test_parser_reads_one_call_at_most(answer: Answer) -> None:
         return
     assert [name for name, _ in found.calls] == ["get_weather"]
     assert "Europe/Berlin" in found.content
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=NAMES)
+def test_the_functions_of_an_answer_are_named_once_each_from_its_tokens(answer: Answer) -> None:
+    data = f"{answer.text}".encode()
+    table = [data[at : at + 5] for at in range(0, len(data), 5)]
+    form = answer.form + (THINKING if answer.opened else "")
+    ids = [*range(len(table)), len(table) + 7]  # a padded id has no text
+    assert called_functions(form, ids, table) == ["get_weather", "get_time"]
+
+
+def test_an_answer_without_a_format_or_without_calls_names_no_function() -> None:
+    twice = f"<tool_call>\n{CALL}\n</tool_call>".encode()
+    assert called_functions("", [0], [twice]) == []
+    assert called_functions("hermes", [1], [twice, b"I call nothing."]) == []
+    assert called_functions("hermes", [0, 0], [twice]) == ["f"]
 
 
 CALL = '{"name": "f", "arguments": {"a": 1}}'

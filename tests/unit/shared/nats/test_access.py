@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.memory_bus import MemoryBroker
 
-from shared.nats import access, subjects
+from shared.nats import access, permissions, subjects
 from shared.nats.interface import Delivery
 
 GENERATE = subjects.generate("acme", "m")
@@ -76,5 +76,5 @@ def test_service_that_acts_in_others_names_receives_the_answers_below_theirs() -
     assert may_go("headrace-tokenizer", GENERATE, f"{inbox}.1")
     assert access.reply_inbox("acme", "acme", "_INBOX.acme.abc") == "_INBOX.acme.abc"
     assert access.reply_inbox("", "public", "_INBOX.abc") == "_INBOX.abc"
-    for allowed in (access.of_service("gateway", "f"), access.of_operator("f")):
+    for allowed in (permissions.of_service("gateway", "f"), permissions.of_operator("f")):
         assert sum(pattern.startswith("_INBOX.*.headrace-") for pattern in allowed.subscribe) == 1

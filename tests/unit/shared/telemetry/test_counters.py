@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shared.telemetry import counters
-from shared.telemetry.counters import ExecutorCounter, KvOffloadCounter, SchedulerCounter
-from shared.telemetry.readings import HistogramPoint, MetricPoint
+from shared.telemetry.counters import (
+    ExecutorCounter,
+    HistogramPoint,
+    KvOffloadCounter,
+    MetricPoint,
+    SchedulerCounter,
+)
 
 COUNTED = {ExecutorCounter.STEPS: 7, ExecutorCounter.BUSY: 2_500_000, KvOffloadCounter.LOADED: 3}
 EMPTY = {"kind": "gateway", "state": "starting"}

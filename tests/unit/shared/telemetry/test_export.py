@@ -12,10 +12,10 @@ import pytest
 from support.otlp_receiver import Receiver
 
 from shared.telemetry import otel_sdk, traces
+from shared.telemetry.counters import MetricPoint
 from shared.telemetry.export import Tracer, tracer_from_env
 from shared.telemetry.otel import is_on
-from shared.telemetry.readings import MetricPoint
-from shared.telemetry.traces import SpanEvent, SpanRecord
+from shared.telemetry.traces import SpanData, SpanEvent
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 CLIENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -96,10 +96,10 @@ def test_a_tree_arrives_as_it_was_built(otel_env: pytest.MonkeyPatch, receiver: 
     resource = "deployment.environment=test,service.instance.id=i7"
     tracer = started(otel_env, receiver, OTEL_RESOURCE_ATTRIBUTES=resource)
     trace, parent = tracer.begin(CLIENT)
-    root = SpanRecord("chat m", 10, 40, None, {"a": "x", "n": 3, "l": ["p", "q"]}, kind="server")
+    root = SpanData("chat m", 10, 40, None, {"a": "x", "n": 3, "l": ["p", "q"]}, kind="server")
     root.events.append(SpanEvent("admit", 12, {"why": "room"}))
-    child = SpanRecord("prefill", 12, 30, 0, links=(CLIENT,))
-    leaf = SpanRecord("prefill chunk 1", 13, 20, 1, error="broken")
+    child = SpanData("prefill", 12, 30, 0, links=(CLIENT,))
+    leaf = SpanData("prefill chunk 1", 13, 20, 1, error="broken")
     tracer.export(trace, parent, [root, child, leaf])
     tracer.stop(5)
     by_name = {span.name: span for span in receiver.spans}
@@ -125,7 +125,7 @@ def test_each_span_is_of_the_service_that_spends_the_time(
     tracer = started(otel_env, receiver)
     trace, parent = tracer.begin("")
     of = ("", "executor.host.1", "scheduler", "detokenizer")
-    spans = [SpanRecord(f"of {name}", 10, 40, 0 if name else None, {traces.COMPONENT: name}) for name in of]
+    spans = [SpanData(f"of {name}", 10, 40, 0 if name else None, {traces.COMPONENT: name}) for name in of]
     tracer.export(trace, parent, spans)
     tracer.stop(5)
     names = ("service.name", "service.instance.id")
@@ -160,7 +160,7 @@ def test_absent_collector_is_reported_once(
     tracer = started(otel_env, receiver, **fast)
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            tracer.export(tracer.begin("")[0], "", [SpanRecord("s", 1, 2, None)])
+            tracer.export(tracer.begin("")[0], "", [SpanData("s", 1, 2, None)])
         tracer.stop(5)
         _join("trace-flush")
     (line,) = [r.getMessage() for r in caplog.records]
@@ -175,7 +175,7 @@ def test_a_stop_ends_at_the_first_try_that_a_collector_refuses(
     tracer = started(otel_env, receiver)
     metrics = otel_sdk.OtelMeterSink("scheduler", "s", "http/protobuf")
     metrics.put((MetricPoint("a", 1, "1"),))
-    tracer.export(tracer.begin("")[0], "", [SpanRecord("s", 1, 2, None)])
+    tracer.export(tracer.begin("")[0], "", [SpanData("s", 1, 2, None)])
     for stop, flush in ((metrics.stop, "metrics-flush"), (tracer.stop, "trace-flush")):
         stop(60)
         assert flush in [thread.name for thread in threading.enumerate()], "it still tries"

@@ -10,6 +10,7 @@ import pytest
 
 from shared.errors import SetupError
 from shared.telemetry import metrics
+from shared.telemetry.counters import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.metrics import (
     MAX_CONNECTIONS,
     ScrapePoint,
@@ -19,7 +20,6 @@ from shared.telemetry.metrics import (
     to_prometheus,
 )
 from shared.telemetry.otel import METRICS, is_on, prometheus_address
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 ON = {"OTEL_METRICS_EXPORTER": "prometheus"}
 COUNTED: Metrics = (MetricPoint("n", 3, "1", is_counter=True),)

@@ -9,8 +9,8 @@ from shared.messages import Chunk, Close, Decision, Timings, Usage
 from shared.telemetry.traces import (
     Choice,
     Reply,
-    RequestRecord,
-    SpanRecord,
+    RequestFacts,
+    SpanData,
     covered_us,
     gaps,
     leaves,
@@ -44,13 +44,13 @@ def close(final: int = 3, **more: Any) -> Close:
     return Close(seq=1, final=final, reason="stop", **{**fields, **more})
 
 
-def table(spans: list[SpanRecord]) -> list[tuple[str, int, int, int | None]]:
+def table(spans: list[SpanData]) -> list[tuple[str, int, int, int | None]]:
     return [(s.name, s.start_us, s.end_us, s.parent) for s in spans]
 
 
-def spans_of(*choices: Choice, **more: Any) -> list[SpanRecord]:
+def spans_of(*choices: Choice, **more: Any) -> list[SpanData]:
     reply = Reply(opened_us=1_200, first_us=2_300, built_us=4_400, sent_us=4_450)
-    return request_spans(RequestRecord(choices=choices, **{**FACTS, "reply": reply, **more}))
+    return request_spans(RequestFacts(choices=choices, **{**FACTS, "reply": reply, **more}))
 
 
 def test_every_stage_of_an_answered_request() -> None:

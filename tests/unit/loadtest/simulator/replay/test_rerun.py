@@ -286,7 +286,7 @@ def test_another_version_is_refused(version: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(event_log, "VERSION", version)
     data = event_log.header(FACTS)
     monkeypatch.undo()
-    with pytest.raises(LogError, match=f"of version {version}, and this Headrace reads version 17"):
+    with pytest.raises(LogError, match=f"of version {version}, and this Headrace reads version 19"):
         read(data)
 
 

@@ -14,7 +14,7 @@ from support.executor.tiny_gguf import write_gguf
 from services.executor.checkpoint.config import SUPPORTED, from_hf
 from services.executor.quantised.gguf import load_gguf
 from shared.errors import SetupError
-from shared.vocab.files import read_metadata
+from shared.vocab.gguf import read_metadata
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -17,8 +17,15 @@ import kernels.cpu_jit
 from services.executor import actor
 from services.executor.checkpoint import loader
 from services.executor.cpu import autotune, engine
-from services.executor.cpu.autotune import ROWS, Timing, are_undisturbed, best_threads, counts, timing_for
-from services.executor.cpu.engine import ThreadCount
+from services.executor.cpu.autotune import (
+    ROWS,
+    ThreadCount,
+    Timing,
+    are_undisturbed,
+    best_threads,
+    counts,
+    timing_for,
+)
 from services.executor.engine import Alarm, GrammarNews
 from services.executor.quantised import dtypes
 from shared.config import Settings

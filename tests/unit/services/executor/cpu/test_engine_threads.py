@@ -13,7 +13,7 @@ from support.executor.tiny_models import save_tiny
 
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions
-from services.executor.cpu import engine
+from services.executor.cpu import autotune, engine
 from shared.messages import AT_DEVICE, Sampling, ints
 
 KIND = "llama"
@@ -36,7 +36,7 @@ class Counted:
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     monkeypatch.setattr(loader, "usable_threads", lambda processes: 3)
-    monkeypatch.setattr(engine, "ThreadCount", Counted)
+    monkeypatch.setattr(autotune, "ThreadCount", Counted)
     yield
     torch.set_num_threads(before)
 
@@ -103,8 +103,8 @@ def test_torch_operators_keep_the_threads_that_their_bits_depend_on(tmp_path: Pa
 def test_steps_do_not_try_more_threads_than_a_part_of_a_core_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: float, first: int, most: int
 ) -> None:
-    monkeypatch.setattr(engine, "usable_cores", lambda: cores)
-    monkeypatch.setattr(engine, "usable_threads", lambda: 3)
+    monkeypatch.setattr(autotune, "usable_cores", lambda: cores)
+    monkeypatch.setattr(autotune, "usable_threads", lambda: 3)
     count = built(tmp_path, first_threads=first)._threads
     assert isinstance(count, Counted)
     assert (count.now, count.most) == (first or 3, most)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import triton
 from support.executor.plan_maker import PlanMaker, Row
 
 from kernels.sampling.ref import COLUMN
@@ -26,7 +25,6 @@ from services.executor.cuda.kernel_configs import (
     for_fp8_kv,
     for_large_heads,
     row_by_row,
-    with_tma,
 )
 from services.executor.parallel.step_split import Chunk, split
 from services.executor.sampling.sampler import slot_row
@@ -91,19 +89,21 @@ def test_a_slot_opened_twice_before_a_step_has_the_words_of_the_second_opening(s
 
 def test_history_of_a_slot_is_copied_once_with_its_prediction_at_the_end() -> None:
     slots, made = CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"), 100, drafts=True), maker()
-    slots.open(opened(2, [1, 2, 3], prompt_tokens=2, prediction=ints([7, 8])))
-    slots.open(opened(1, [4], max_length=CONTEXT - 2, prediction=ints([5, 6, 7, 8])))
+    foreseen = [*range(10, 10 + CONTEXT), 5, 6, 7, 8]
+    slots.open(opened(2, [1, 2, 3], prompt_tokens=2, max_length=CONTEXT, prediction=ints([7, 8])))
+    slots.open(opened(1, [4], max_length=CONTEXT - 2, prediction=ints(foreseen)))
     made.tables = {1: [], 2: []}
     settle(slots, made, [Row(1, 0, 1), Row(2, 0, 3)])
     drafts = slots.state.drafts
     assert drafts is not None
     assert drafts.places[:4].tolist() == [0, 0, 2, 0]
     assert drafts.prompts[:4].tolist() == [0, 1, 2, 0]
-    assert drafts.predicted[:4].tolist() == [0, 3, 1, 0]  # after the longest answer there is room for so many
+    # After the longest answer there is room for so many, also where the answer may fill the context.
+    assert drafts.predicted[:4].tolist() == [0, CONTEXT + 3, 2, 0]
     assert not drafts.history.any()
     slots.copy_histories(ints([2, 1]))
-    assert drafts.history[2].tolist() == [1, 2, 3, *[0] * (CONTEXT - 3), 7]
-    assert drafts.history[1].tolist() == [4, *[0] * (CONTEXT - 3), 5, 6, 7]
+    assert drafts.history[2].tolist() == [1, 2, 3, *[0] * (2 * CONTEXT - 4), 7, 8]
+    assert drafts.history[1].tolist() == [4, *[0] * (CONTEXT - 3), *foreseen[: CONTEXT + 3]]
     drafts.history[2, 3] = 9  # chosen by a kernel
     slots.copy_histories(ints([2, 1]))
     assert drafts.history[2, :4].tolist() == [1, 2, 3, 9]
@@ -223,18 +223,6 @@ def test_kv_in_fp8_has_layouts_of_its_own_where_they_were_measured() -> None:
     h100 = device_tuning("NVIDIA H100 80GB HBM3")
     assert for_fp8_kv(h100).few.decode == narrow.few.decode
     assert for_fp8_kv(h100).many.decode == h100.many.decode_fp8 != narrow.many.decode
-
-
-def test_kv_is_fetched_by_tma_where_the_kernel_takes_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    h200 = device_tuning("NVIDIA H200")
-    assert with_tma(h200, 128, 16).prefill == h200.prefill_tma
-    assert with_tma(device_tuning("NVIDIA H200", 4), 64, 128).prefill == h200.prefill_tma
-    for head_dim, block_tokens in ((96, 16), (256, 16), (128, 24), (128, 256)):
-        assert with_tma(h200, head_dim, block_tokens) == h200
-    assert with_tma(DeviceTuning(), 128, 16) == DeviceTuning()
-    assert not h200.prefill.tma  # KV in fp8 and deterministic mode
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
-    assert with_tma(h200, 128, 16) == h200
 
 
 def test_large_heads_are_attended_in_smaller_tiles() -> None:

@@ -99,6 +99,11 @@ async def test_a_conversation_with_functions_in_a_namespace_is_continued() -> No
         },
         {"role": "tool", "tool_call_id": item["call_id"], "content": "closed"},
     ]
+    assert again["session_id"] == "resp_1"  # a chain is a session, named by its first response
+    state["request"]["session_id"] = "resp_0"
+    assert (await responses.continued(read(asked), client))["session_id"] == "resp_0"
+    named = {**read(asked), "session_id": "of the client"}
+    assert (await responses.continued(named, client))["session_id"] == "of the client"
     (offered,) = again["tools"]
     assert offered["function"]["name"] == "agents__close"
 

@@ -34,6 +34,48 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
+def marked(**control: object) -> dict[str, Any]:
+    """A request whose tools, system and messages each have a block with a `cache_control`."""
+    day: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
+    block = {"type": "text", "text": "Hi", "cache_control": control}
+    return {
+        "tools": [{**TOOL, **day}],
+        "system": [{"type": "text", "text": "Be brief", "cache_control": {"ttl": "5m"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **day}, block]}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ({"cache_control": {"type": "ephemeral"}}, None),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "3600s"),
+        (marked(type="ephemeral"), "300s"),
+        (marked(type="ephemeral", ttl="1h"), "3600s"),
+        ({**marked(ttl="1m"), "cache_control": "of no form"}, "300s"),
+    ],
+)
+def test_the_longest_ttl_of_a_request_is_its_wish_to_keep_blocks(
+    more: dict[str, Any], kept: str | None
+) -> None:
+    body = read({**ASKED, **more})
+    assert body.get("prompt_cache_retention") == kept
+    assert isinstance(read_request(body), ChatRequest)
+
+
+@pytest.mark.parametrize("ttl", ["25h", "-1m", "in_memory", "1e12", -1, 10**12, float("nan"), [], ""])
+def test_a_ttl_that_is_no_time_is_named_with_its_place(ttl: object) -> None:
+    expected = "a time of at most 24h is expected, as 300s, 5m or 24h"
+    for more, param in (
+        (marked(ttl=ttl), "messages.0.content.1.cache_control.ttl"),
+        ({"cache_control": {"ttl": ttl}}, "cache_control.ttl"),
+        ({"tools": [{**TOOL, "cache_control": {"ttl": ttl}}]}, "tools.0.cache_control.ttl"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            read({**ASKED, **more})
+        assert (caught.value.message, caught.value.param) == (f"`{param}`: {expected}", param)
+
+
 def test_every_field_has_its_place_in_a_chat() -> None:
     more = {
         "system": [{"type": "text", "text": "Be", "cache_control": {}}, {"type": "text", "text": "brief"}],
@@ -73,6 +115,8 @@ def test_every_field_has_its_place_in_a_chat() -> None:
     }
     call = read_call(body, chat=True, request_id="r")
     assert isinstance(read_request(call.bodies[0]), ChatRequest)
+    session = {"session_id": "a", "parent_session_id": "b", "nvext": {"agent_hints": {"osl": 9}}}
+    assert {name: read({**ASKED, **session})[name] for name in session} == session
     schema = {"type": "object", "properties": {}}
     formed = read({**ASKED, "output_config": {"format": {"type": "json_schema", "schema": schema}}})
     assert formed["response_format"]["json_schema"]["schema"] == schema

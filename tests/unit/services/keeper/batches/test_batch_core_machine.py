@@ -47,7 +47,6 @@ from services.keeper.batches.batch_core import (
 )
 from services.keeper.core import ASK_AGAIN_US, PROGRESS_US, RETRY_US, Ack, Nak, Progress
 from services.keeper.records import Body
-from shared.client.chunks import DamagedFile
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -57,7 +56,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.nats.object_store import UnknownFile
+from shared.nats.object_store import DamagedFile, UnknownFile
 
 DAY_S = 86_400
 LINES = 12  # more than the first window, which has room for 8

@@ -33,7 +33,7 @@ from shared.messages import (
     Message,
     ints,
 )
-from shared.telemetry.readings import MetricPoint
+from shared.telemetry.counters import MetricPoint
 
 PAGE, PRINT, WAIT_S = 4096, "00112233445566778899aabbccddeeff", 20
 _NAMES = (f"test-peers-{os.getpid()}-{i}" for i in itertools.count())

@@ -18,7 +18,7 @@ from services.scheduler.reports import status as scheduler_status
 from services.scheduler.state.state import Limits, State
 from shared.config import Settings
 from shared.messages import KvCommit, KvLookup, KvPrefetch, KvRelease, KvReserve, ints
-from shared.telemetry.readings import MetricPoint
+from shared.telemetry.counters import MetricPoint
 
 SCHEDULER, MIB = "scheduler.s", 1 << 20
 KEYS = [bytes([i]) * 32 for i in range(8)]

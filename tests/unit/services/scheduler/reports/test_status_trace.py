@@ -8,7 +8,7 @@ import json
 from support.scheduler.world import World
 
 from services.scheduler.reports import status
-from services.scheduler.state.counters import MAX_KEPT, MAX_LINKS, StepLog, StepRecord, step_spans, step_trace
+from services.scheduler.state.counters import MAX_KEPT, MAX_LINKS, LoggedStep, StepLog, step_spans, step_trace
 from services.scheduler.state.requests import MAX_CHUNKS
 from shared.telemetry import traces as trace_context
 
@@ -19,8 +19,8 @@ def trace(number: int) -> str:
     return trace_context.make(f"{number:032x}", f"{number:016x}", sampled=True)
 
 
-def record(step: int, at_us: int) -> StepRecord:
-    return StepRecord(
+def record(step: int, at_us: int) -> LoggedStep:
+    return LoggedStep(
         executor="e", step=step, planned_us=at_us - 5, result_us=at_us, start_wall_us=100, end_wall_us=190,
         forward_us=70, sample_us=20, wait_us=3, rows=4, tokens=40, prefill_tokens=37, micro_batch=0,
         mode="run_ahead", failed=False,
@@ -35,7 +35,7 @@ class Asked:
 
 
 def spans_sent(steps: StepLog) -> list[tuple[int, int]]:
-    return [(s.record.step, len(s.links)) for s in steps.unsent]
+    return [(s.entry.step, len(s.links)) for s in steps.unsent]
 
 
 def test_first_step_of_a_second_and_steps_with_chunks_become_spans() -> None:

@@ -231,7 +231,7 @@ def test_a_tier_copies_what_the_pool_gives_out_next() -> None:
     pool = pool_of(3)
     pool.set_tier(True)
     a, ab = serve(pool, "ab")
-    assert (states(pool), pool.free_blocks, pool.to_copy(9)) == ({"dirty": 2, "empty": 1}, 1, [ab, a])
+    assert (states(pool), pool.free_blocks, list(pool.dirty)) == ({"dirty": 2, "empty": 1}, 1, [ab, a])
     pool.begin_copy([ab, a])
     assert states(pool) == {"copying": 2, "empty": 1}
     pool.mark_clean(ab, b"ab")
@@ -251,7 +251,7 @@ def test_block_lost_by_a_tier_is_dirty_again_unless_it_is_reserved() -> None:
     pool.reserve(2)
     pool.mark_lost_below(keys_of("abc"), pool.unreserved_blocks)
     assert (states(pool), pool.clean) == ({"cached": 2, "dirty": 1}, set())
-    pool.forget(pool.to_copy(1)[0])
+    pool.forget(next(pool.dirty))
     assert states(pool) == {"cached": 2, "empty": 1}
     pool.set_tier(False)
     serve(pool, "x")
@@ -262,11 +262,11 @@ def test_stable_block_is_copied_after_its_fence() -> None:
     pool = pool_of(3)
     pool.set_tier(True)
     table = serve(pool, "abc", last_step=2)
-    assert pool.to_copy(9, 9) == []
+    assert [*pool.dirty, *pool.stable] == []
     pool.mark_stable(table[:2])  # step 2 may still write to the last one
     assert states(pool) == {"fenced": 3, "stable": 2}
     pool.adopt(table[:1])
-    assert (states(pool), pool.to_copy(9, 9)) == ({"held": 1, "fenced": 2, "stable": 1}, table[1:2])
+    assert (states(pool), [*pool.dirty, *pool.stable]) == ({"held": 1, "fenced": 2, "stable": 1}, table[1:2])
     pool.begin_copy(table[1:2])
     assert (states(pool), pool.copied_blocks) == ({"held": 1, "fenced": 2}, 1)
     pool.acknowledge(2)

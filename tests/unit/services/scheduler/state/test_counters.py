@@ -20,9 +20,8 @@ from services.scheduler.reports import status
 from services.scheduler.state.counters import Counters, Histogram
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.state import Limits
-from shared.telemetry.counters import SchedulerCounter, lately
+from shared.telemetry.counters import HistogramPoint, MetricPoint, SchedulerCounter, lately
 from shared.telemetry.export import meter_sink_from_env
-from shared.telemetry.readings import HistogramPoint, MetricPoint
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 

@@ -29,7 +29,7 @@ def test_unnamed_policy_stays() -> None:
     assert (
         str(parse(""))
         == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered,"
-        "roles=colocated"
+        "roles=colocated,sessions=learned"
     )
     assert parse("reservation=reserve, order=fcfs") == Policy(reservation="reserve", order="fcfs")
     assert parse("batching=decode_first", Policy(reservation="reserve")) == Policy(
@@ -118,7 +118,8 @@ def test_reservation_policies_reserve_these_blocks() -> None:
         (True, False, 1_000, 101, "keep"),
         (False, True, 250, 401, "copy"),
         (False, True, 250, 399, "drop"),
-        (False, True, 249, 10_000, "drop"),  # it would push out what is wanted
+        (False, True, 1, 100_001, "copy"),  # the cost alone decides
+        (False, True, 0, 10_000_000, "drop"),
         (False, False, 250, 401, "copy"),  # ahead of need
         (False, False, 249, 10_000, "keep"),
     ],

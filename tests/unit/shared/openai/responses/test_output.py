@@ -9,10 +9,9 @@ from pydantic import TypeAdapter
 
 from shared.api import Tool
 from shared.errors import BadRequest, Overloaded
-from shared.openai.call import Call, read_call
+from shared.openai.call import Call, answer, read_call
 from shared.openai.responses.output import Event, answer_turn, failure_of, of_state, output_of, whole
 from shared.openai.responses.request import read
-from shared.openai.whole_answer import answer
 
 ID = "resp_6b073829d5707f8dadaf2ca8884accf7"
 NAME = ID.removeprefix("resp_")

@@ -50,7 +50,8 @@ def test_every_field_has_its_place() -> None:
             "reasoning": {"effort": "low", "summary": "auto"}, "include": ["message.output_text.logprobs"],
             "top_logprobs": 2, "metadata": {"a": "b"}, "user": "u", "store": False, "stream": True,
             "service_tier": "auto", "prompt_cache_key": "k", "truncation": "auto", "seed": 4, "stop": "x",
-            "durable": "tokens",
+            "durable": "tokens", "session_id": "a", "session_final": True, "prompt_cache_retention": "24h",
+            "nvext": {"agent_hints": {"osl": 9}},
         }
     )  # fmt: skip
     keep = body.pop("keep")["response"]
@@ -70,6 +71,8 @@ def test_every_field_has_its_place() -> None:
         "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
         "logprobs": True, "top_logprobs": 2, "user": "u", "seed": 4, "stop": "x", "durable": "tokens",
         "prompt_cache_key": "k", "stream": True, "stream_options": {"include_usage": True},
+        "session_id": "a", "session_final": True, "prompt_cache_retention": "24h",
+        "nvext": {"agent_hints": {"osl": 9}},
     }  # fmt: skip
     assert (keep["metadata"], keep["store"], keep["tools"]) == ({"a": "b"}, False, [TOOL])
 

@@ -1,0 +1,6 @@
+"""Low-rank adapters of an executor: what PEFT has saved, their places in an engine, and their loads.
+
+peft.py      a folder of PEFT to matrices; what it may not have is refused by name
+places.py    the adapters of an engine of a CPU by place, and the lines of a step's rows
+shell.py     loads beside steps, copies in host memory, the messages of the scheduler
+"""

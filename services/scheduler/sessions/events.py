@@ -1,0 +1,304 @@
+"""The events of requests, as sessions see them: what `SessionEvents` in ../state/state.py does nothing for.
+
+    request ──▶ on_request: which session it continues, and the keys that it shares with it
+            ──▶ on_admitted: what a new prompt of a session has left out is dead
+            ──▶ on_closed: the keys and tips of the session are those of the answer now
+            ──▶ on_ended: the session is idle; which tool runs
+
+Dead blocks are forgotten on the device and in L1, some at each event. Pauses teach only what the scheduler
+has seen whole: none that began before peers or messages were lost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from services.scheduler import prefix_cache
+from services.scheduler.kv_tiers.lookups import MAX_KEYS
+from services.scheduler.sessions.match import Prefixes
+from services.scheduler.sessions.pauses import LearnedPauses
+from services.scheduler.sessions.table import Session, Table
+from services.scheduler.state.policies import PauseView
+from services.scheduler.state.requests import Request, Sequence
+from services.scheduler.state.state import Executor, SessionEvents, State
+from shared.kv_blocks import KEY_BYTES, root_key
+from shared.messages import KvForget, KvTouch
+
+LATE_US = 30_000_000  # a session that is idle for so long counts as one that does not return, until it does
+OVER_PM = 10  # a session that returns less likely than this has ended
+MOST_OLD_TIPS = 2  # of the turn before the last one
+DROPPED_AT_ONCE = 512  # dead blocks that are forgotten at each event
+LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how many
+TOUCH_US = 10_000_000  # between two moves of a session's blocks to the warm end of L1
+TOUCH_PM = 500  # for a session that is so likely to return
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What became of sessions, since the start."""
+
+    returns: int = 0
+    released: int = 0
+    superseded: int = 0
+    over: int = 0  # ended, since they hardly ever return
+    dead_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Sessions(SessionEvents):
+    """See the top of this file."""
+
+    table: Table = field(default_factory=Table)
+    pauses: LearnedPauses = field(default_factory=LearnedPauses)
+    of_request: dict[tuple[str, str], Session] = field(default_factory=dict)
+    parents: dict[tuple[str, str], str] = field(default_factory=dict)  # of requests that leave a chain
+    young: OrderedDict[str, None] = field(default_factory=OrderedDict)  # idle and not late, oldest first
+    late: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the others, the next to look at first
+    dead: deque[bytes] = field(default_factory=deque)  # keys to forget
+    look_us: int = 0  # when late ones are looked at next
+    cut_us: int = 0  # pauses that began before teach nothing
+    pressed_us: int = 0  # when L1 last evicted something
+    outcomes: Outcomes = field(default_factory=Outcomes)
+
+    def on_request(self, state: State, request: Request) -> None:
+        tokenized, head = request.tokenized, request.sequences[0]
+        served = state.by_model.get(tokenized.model)
+        if served is None:
+            return
+        hello = served.executors[0].hello
+        keyed = (root_key(hello.fingerprint, tokenized.tenant), hello.block_tokens)
+        found, blocks = "", 0
+        if keyed in self.table.tips:
+            prefixes = Prefixes(keyed, head.tokens, (len(head.tokens) - 1) // hello.block_tokens)
+            found, blocks = prefixes.find(self.table)
+        before = self.table.by_name.get(found)
+        if before is not None:
+            head.keyed = keyed
+            head.keys = [before.key(at) for at in range(blocks)]
+        session = before if not tokenized.session else self.table.by_name.get(tokenized.session)
+        if tokenized.session and (session is None or session.keyed != keyed):
+            if session is not None:
+                self._end(session)
+            session = self._begin(
+                Session(tokenized.session, tokenized.tenant, keyed, tokenized.parent, True, True)
+            )
+        elif session is None:
+            return
+        elif not session.has_id and (session.running or blocks < min(t.blocks for t in session.tips[-2:])):
+            self.parents[request.key] = session.name  # a second sample, or a branch of an earlier turn
+            return
+        self._continue(state, request, session, blocks)
+
+    def _continue(self, state: State, request: Request, session: Session, blocks: int) -> None:
+        """A request of a session has come: its pause is over."""
+        paused_us = state.now_us - session.idle_since_us if session.turns else 0
+        self._is_not_idle(session)
+        if session.turns and not session.running:
+            if session.idle_since_us > self.cut_us:
+                self.pauses.add(session.tenant, session.tool, paused_us, was_lost=session.is_late)
+            self.outcomes.returns += 1
+        self.table.wake(session)
+        session.is_proven, session.is_late = True, False
+        session.is_final |= request.tokenized.session_final
+        session.running += 1
+        self.of_request[request.key] = session
+        known_by = "id" if session.has_id else "tip"
+        request.sequences[0].record_decision(
+            state.now_us,
+            "session",
+            f"{session.name} by its {known_by}, after {session.tool or 'an answer'}",
+            turn=session.turns + 1,
+            paused_us=paused_us,
+            known_blocks=blocks,
+        )
+
+    def _begin(self, session: Session) -> Session:
+        for over in self.table.add(session):
+            self._drop(over)
+        return session
+
+    def on_admitted(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        session = self.of_request.get(sequence.request.key)
+        if session is None or not session.has_id or session.running > 1:
+            return
+        if session.keyed != sequence.keyed:
+            return  # another kind of executor
+        common = session.common_blocks(sequence.keys)
+        if common < session.blocks and (count := self._bury(session, common)):
+            self.outcomes.superseded += 1
+            why = "the new prompt has left out the end of the one before"
+            sequence.record_decision(state.now_us, "superseded", why, blocks=count)
+
+    def on_closed(self, state: State, executor: Executor, sequence: Sequence) -> None:
+        request = sequence.request
+        if sequence is not request.sequences[0] or sequence.vector:
+            return
+        prefix_cache.extend_keys(executor, sequence)
+        size = executor.hello.block_tokens
+        full = min(min(sequence.computed, len(sequence.tokens) - 1) // size, len(sequence.keys))
+        session = self.of_request.get(request.key)
+        if session is None:
+            parent = self.parents.pop(request.key, "")
+            if not full or (request.tokenized.slo_class == "batch" and not parent):
+                return
+            digest = Prefixes(sequence.keyed, sequence.tokens, full).tip(full).digest
+            name = f"{digest.hex()[:24]}{sequence.seq:08x}"
+            session = self._begin(
+                Session(name, sequence.tenant, sequence.keyed, parent, is_proven=bool(parent), running=1)
+            )
+            self.of_request[request.key] = session
+        if session.keyed != sequence.keyed:
+            return  # another kind of executor has computed it
+        seqs = [each.seq for each in request.sequences]
+        if session.common_blocks(sequence.keys[:full]) == full < session.blocks:
+            self.table.set_seqs(session, [*session.seqs[-1:], *seqs])  # it ended before the end of its prompt
+            return
+        self.table.set_seqs(session, seqs)
+        self._set_keys(session, sequence, full)
+
+    def _set_keys(self, session: Session, sequence: Sequence, full: int) -> None:
+        """The keys and tips of the session are those of this prompt with its answer."""
+        size = sequence.keyed[1]
+        prefixes = Prefixes(sequence.keyed, sequence.tokens, full)
+        ends = dict.fromkeys(min(tokens // size, full) for tokens in (sequence.prompt_tokens, full * size))
+        kept = [tip for tip in session.tips[-MOST_OLD_TIPS:] if tip.blocks not in ends]
+        self.table.set_tips(session, [*kept, *(prefixes.tip(blocks) for blocks in ends if blocks)])
+        self.table.set_keys(session, b"".join(sequence.keys[:full]))
+
+    def on_ended(self, state: State, request: Request) -> None:
+        self.parents.pop(request.key, None)
+        session = self.of_request.pop(request.key, None)
+        if session is None:
+            return
+        session.running -= 1
+        session.turns += 1
+        session.prompt_tokens += request.sequences[0].prompt_tokens
+        session.cached_tokens += request.sequences[0].cached_tokens
+        if session.running:
+            return
+        if session.is_final:
+            self.end(session)
+            return
+        calls = request.calls
+        session.is_proven |= bool(calls)
+        session.tool = self.pauses.slowest(session.tenant, calls)
+        session.idle_since_us = session.touched_us = state.now_us
+        self.table.rest(session)
+        self.young[session.name] = None
+
+    def end(self, session: Session) -> int:
+        """No request of the session follows: its own blocks are dead. Returns how many. One that runs ends
+        with its request."""
+        if session.running:
+            session.is_final = True
+            return 0
+        count = self._bury(session, 0)
+        self._end(session)
+        return count
+
+    def _end(self, session: Session) -> None:
+        self.table.remove(session)
+        self._drop(session)
+
+    def _drop(self, session: Session) -> None:
+        """The table has it no longer."""
+        self._is_not_idle(session)
+        if session.running:
+            self.of_request = {key: of for key, of in self.of_request.items() if of is not session}
+
+    def _is_not_idle(self, session: Session) -> None:
+        self.young.pop(session.name, None)
+        self.late.pop(session.name, None)
+
+    def _bury(self, session: Session, common: int) -> int:
+        """Its blocks from `common` on that are in no other session are dead. Returns how many."""
+        first = max(common, self.table.own_from(session))
+        dead = session.keys[first * KEY_BYTES :]
+        if dead:
+            self.dead.append(dead)
+        self.table.set_keys(session, session.keys[: common * KEY_BYTES])
+        self.outcomes.dead_blocks += len(dead) // KEY_BYTES
+        return len(dead) // KEY_BYTES
+
+    def on_event(self, state: State) -> None:
+        if self.dead:
+            self._forget(state)
+        while self.young:
+            session = self.table.by_name[next(iter(self.young))]
+            if state.now_us - session.idle_since_us < LATE_US:
+                break
+            del self.young[session.name]
+            self.late[session.name] = None
+            session.is_late = True
+            if session.idle_since_us > self.cut_us:
+                self.pauses.lose(session.tenant, session.tool)
+        if self.late and state.now_us >= self.look_us:
+            self.look_us = state.now_us + LOOK_US
+            for _ in range(min(LOOKED_AT, len(self.late))):
+                self._look_at(state, self.table.by_name[self.late.popitem(last=False)[0]])
+
+    def _look_at(self, state: State, session: Session) -> None:
+        """End a late session that hardly ever returns; keep the blocks of one that does warm in L1."""
+        again_pm, kept = self.again_pm(state, session), session.kept_until_us > state.now_us
+        if again_pm < OVER_PM and session.is_proven and not kept:
+            self.outcomes.over += 1
+            self.end(session)
+            return
+        self.late[session.name] = None
+        warm = kept or (session.is_proven and again_pm >= TOUCH_PM)
+        if warm and state.now_us - max(session.touched_us, 0) >= TOUCH_US > state.now_us - self.pressed_us:
+            session.touched_us = state.now_us
+            for first in range((session.blocks - 1) // MAX_KEYS * MAX_KEYS, -1, -MAX_KEYS):  # the head last
+                keys = session.keys[first * KEY_BYTES : (first + MAX_KEYS) * KEY_BYTES]
+                _send_below(state, KvTouch, keys)
+
+    def _forget(self, state: State) -> None:
+        """Forget some dead blocks, the last of a session first, on the device and below."""
+        joined = self.dead.popleft()
+        first = max(len(joined) - DROPPED_AT_ONCE * KEY_BYTES, 0)
+        if first:
+            self.dead.appendleft(joined[:first])
+        _send_below(state, KvForget, joined[first:])
+        keys = [joined[at : at + KEY_BYTES] for at in range(first, len(joined), KEY_BYTES)]
+        for executor in state.executors.values():
+            pool = executor.pool
+            for key in reversed(keys):
+                block = pool.block_of.get(key)
+                if block is not None and not pool.refs[block]:
+                    pool.forget(block)
+
+    def chance_pm(self, state: State, seq: int, at: int, tenant: str) -> int:
+        session = self.table.by_seq.get(seq)
+        if session is None or not session.is_proven:
+            return state.reuse.chance_pm(tenant)
+        chance_pm = 1_000 if session.running else self.again_pm(state, session)
+        if at < self.table.own_from(session):  # another session may return, too
+            return max(chance_pm, state.reuse.chance_pm(tenant))
+        return chance_pm
+
+    def again_pm(self, state: State, session: Session) -> int:
+        """The chance that an idle session returns."""
+        if session.kept_until_us > state.now_us:
+            return 1_000
+        idle_us = state.now_us - session.idle_since_us
+        of = session.tenant, session.tool
+        view = PauseView(idle_us, self.pauses.returns_pm(*of), self.pauses.lasts_pm(*of, idle_us))
+        return int(state.limits.policy.function("sessions")(view))
+
+    def on_cut(self, state: State) -> None:
+        self.cut_us = state.now_us
+
+    def on_evicted(self, state: State) -> None:
+        self.pressed_us = state.now_us
+
+    def wants_ticks(self) -> bool:
+        return bool(self.dead)
+
+
+def _send_below(state: State, kind: type[KvForget | KvTouch], keys: bytes) -> None:
+    """Send keys to all tiers, for each layout of KV there."""
+    for tier in state.tiers.by_host.values():
+        here = (e.hello.fingerprint for e in state.executors.values() if e.hello.host_id == tier.host_id)
+        for fingerprint in sorted(dict.fromkeys(here)):
+            state.send(tier.source, kind(keys=keys, fingerprint=fingerprint))

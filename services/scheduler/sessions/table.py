@@ -1,0 +1,215 @@
+"""The sessions of a scheduler, and their bounds.
+
+    RUNNING  a request of it waits or runs       IDLE  its last answer has ended: blocks wait for the next one
+    ended    not in the table any more
+
+A session that nothing proves is a guess: an answer has ended, and the next prompt may extend it. It ranks no
+block, and goes first when the table is full. An id of the client, a call in an answer, or a prompt that
+extends an earlier one proves it.
+
+Sessions share prefixes. `shares` counts, for each SHARED_AT-th key, the sessions that have it: a block is one
+session's own if the counted key at or before it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shared.kv_blocks import KEY_BYTES
+
+MOST_SESSIONS = 4_096
+MOST_OF_TENANT = 1_024  # or an equal part of MOST_SESSIONS, if that is more
+MOST_KEY_BYTES = 128 << 20
+SHARED_AT = 16  # blocks: every so many keys one is counted
+SPAN_BLOCKS = 64  # tips are looked up by the last border of a span before them
+MOST_TIPS = 4  # of a session: of its last two turns, each with and without the answer
+
+Keyed = tuple[bytes, int]  # root of the keys and tokens of a block, as in Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """The end of a prompt or of an answer: so many full blocks, and digests of their tokens."""
+
+    blocks: int
+    digest: bytes
+    border: bytes  # the digest at the last border of a span
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One chain of prompts that extend each other."""
+
+    name: str
+    tenant: str
+    keyed: Keyed
+    parent: str = ""
+    has_id: bool = False  # the client has named it
+    is_proven: bool = False
+    keys: bytes = b""  # of all its blocks, one after another
+    tips: list[Tip] = field(default_factory=list)  # the last one last
+    running: int = 0  # requests of it that wait or run
+    seqs: list[int] = field(default_factory=list)  # the sequences that released its blocks last
+    turns: int = 0
+    tool: str = ""  # the slowest that its last answer called
+    idle_since_us: int = 0
+    kept_until_us: int = 0
+    is_late: bool = False  # it was counted among those that do not return
+    is_final: bool = False  # it ends with the request that runs
+    touched_us: int = 0  # when its blocks in L1 were last moved to the warm end
+    cached_tokens: int = 0  # of its prompts, so far
+    prompt_tokens: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    def key(self, at: int) -> bytes:
+        """The key of its block `at`."""
+        return self.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+
+    def common_blocks(self, keys: list[bytes]) -> int:
+        """How many of its first blocks have these keys: a chain agrees up to one point."""
+        low, high = 0, min(self.blocks, len(keys))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.key(middle - 1) == keys[middle - 1] else (low, middle - 1)
+        return low
+
+
+@dataclass(slots=True)
+class TenantSessions:
+    """The sessions of one tenant: names, those that were idle for longest first."""
+
+    guesses: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    idle: OrderedDict[str, None] = field(default_factory=OrderedDict)  # proven ones
+    count: int = 0  # also running ones
+
+
+@dataclass(slots=True)
+class Tips:
+    """The tips of the sessions of one root, which stands for a tenant and a layout of KV."""
+
+    sessions: dict[bytes, str] = field(default_factory=dict)  # digest -> name
+    borders: dict[bytes, dict[int, int]] = field(default_factory=dict)  # border -> blocks of a tip -> tips
+
+
+@dataclass(slots=True)
+class Table:
+    """See the top of this file."""
+
+    by_name: dict[str, Session] = field(default_factory=dict)
+    by_seq: dict[int, Session] = field(default_factory=dict)
+    tenants: dict[str, TenantSessions] = field(default_factory=dict)
+    tips: dict[Keyed, Tips] = field(default_factory=dict)
+    shares: dict[bytes, int] = field(default_factory=dict)
+    key_bytes: int = 0
+
+    def add(self, session: Session) -> Iterator[Session]:
+        """A new session, which runs. Yields those that have no room any more, without their blocks' end."""
+        of = self.tenants.setdefault(session.tenant, TenantSessions())
+        self.by_name[session.name] = session
+        of.count += 1
+        yield from self._over(of)
+
+    def _over(self, of: TenantSessions) -> Iterator[Session]:
+        most = max(MOST_OF_TENANT, MOST_SESSIONS // len(self.tenants))
+        while of.count > most and (session := self._least(of)) is not None:
+            self.remove(session)
+            yield session
+        while len(self.by_name) > MOST_SESSIONS or self.key_bytes > MOST_KEY_BYTES:
+            largest = max(self.tenants.values(), key=lambda each: len(each.guesses) + len(each.idle))
+            if (session := self._least(largest)) is None:
+                return  # all run: requests have a bound of their own
+            self.remove(session)
+            yield session
+
+    def _least(self, of: TenantSessions) -> Session | None:
+        """The guess that was idle for longest, else the session."""
+        for names in (of.guesses, of.idle):
+            if names:
+                return self.by_name[next(iter(names))]
+        return None
+
+    def remove(self, session: Session) -> None:
+        """A session is over."""
+        del self.by_name[session.name]
+        self.set_keys(session, b"")
+        self.set_tips(session, [])
+        self.set_seqs(session, [])
+        of = self.tenants[session.tenant]
+        of.guesses.pop(session.name, None)
+        of.idle.pop(session.name, None)
+        of.count -= 1
+        if not of.count:
+            del self.tenants[session.tenant]
+
+    def rest(self, session: Session) -> None:
+        """It is idle from now on."""
+        of = self.tenants[session.tenant]
+        (of.idle if session.is_proven else of.guesses)[session.name] = None
+
+    def wake(self, session: Session) -> None:
+        """A request of it has come."""
+        of = self.tenants[session.tenant]
+        of.guesses.pop(session.name, None)
+        of.idle.pop(session.name, None)
+
+    def set_seqs(self, session: Session, seqs: list[int]) -> None:
+        """These sequences have released its blocks."""
+        for seq in session.seqs:
+            self.by_seq.pop(seq, None)
+        session.seqs = seqs
+        self.by_seq.update(dict.fromkeys(seqs, session))
+
+    def set_keys(self, session: Session, keys: bytes) -> None:
+        """Its blocks are these now."""
+        before, session.keys = session.keys, keys
+        self.key_bytes += len(keys) - len(before)
+        size = SHARED_AT * KEY_BYTES
+        for at in range(size, max(len(keys), len(before)) + 1, size):
+            old, new = before[at - KEY_BYTES : at], keys[at - KEY_BYTES : at]
+            if old == new:
+                continue
+            if len(old) == KEY_BYTES and (count := self.shares.pop(old) - 1):
+                self.shares[old] = count
+            if len(new) == KEY_BYTES:
+                self.shares[new] = self.shares.get(new, 0) + 1
+
+    def own_from(self, session: Session) -> int:
+        """Its blocks from this one on are in no other session."""
+        low, high = 0, session.blocks // SHARED_AT  # counted keys that others have, too: a prefix of them
+        while low < high:
+            middle = (low + high) // 2
+            shared = self.shares[session.key((middle + 1) * SHARED_AT - 1)] > 1
+            low, high = (middle + 1, high) if shared else (low, middle)
+        return (low + 1) * SHARED_AT - 1 if low < session.blocks // SHARED_AT else session.blocks
+
+    def set_tips(self, session: Session, tips: list[Tip]) -> None:
+        """A prompt that continues one of these continues the session."""
+        if session.tips:
+            index = self.tips[session.keyed]
+            for tip in session.tips:
+                self._unindex(index, tip, session.name)
+            if not index.sessions:
+                del self.tips[session.keyed]
+        session.tips = tips[-MOST_TIPS:]
+        for tip in session.tips:
+            index = self.tips.setdefault(session.keyed, Tips())
+            if tip.digest not in index.sessions:
+                at_border = index.borders.setdefault(tip.border, {})
+                at_border[tip.blocks] = at_border.get(tip.blocks, 0) + 1
+            index.sessions[tip.digest] = session.name
+
+    def _unindex(self, index: Tips, tip: Tip, name: str) -> None:
+        if index.sessions.get(tip.digest) != name:
+            return  # a later session has it
+        del index.sessions[tip.digest]
+        at_border = index.borders[tip.border]
+        at_border[tip.blocks] -= 1
+        if not at_border[tip.blocks]:
+            del at_border[tip.blocks]
+        if not at_border:
+            del index.borders[tip.border]
