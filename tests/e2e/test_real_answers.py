@@ -210,7 +210,9 @@ def test_a_dead_executor_costs_no_token_of_answers_with_drafts(real: Up) -> None
 
 def accepted_drafts(up: Up) -> int:
     """Drafts that became tokens so far."""
-    return int(json.loads(up.run("status", "--json").stdout)["measured"]["drafts"]["accepted"])
+    services = json.loads(up.run("status", "--json").stdout)["services"]
+    (scheduler,) = (service for service in services if service["kind"] == "scheduler")
+    return int(scheduler["measured"]["drafts"]["accepted"])
 
 
 def test_a_dead_rank_costs_no_token_either(tmp_path: Path) -> None:
