@@ -47,6 +47,7 @@ from shared.config import MOST_DRAFTS, Settings
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import rendezvous
 from shared.processes import importing
+from shared.step_model import PROMPT_PART
 from shared.telemetry.counters import (
     Counted,
     ExecutorCounter,
@@ -574,7 +575,7 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         only_tier=not on_gpu and ranks == 1 and _needs_no_l1(settings),
         block_tokens=settings.block_tokens,
         slots=slots,
-        max_step_tokens=max(settings.step_tokens, slots),
+        max_step_tokens=max(settings.step_tokens, slots + settings.step_tokens // PROMPT_PART),
         max_context=settings.max_context,
         threads=settings.threads,
         first_threads=first_threads,
