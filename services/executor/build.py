@@ -15,6 +15,7 @@ from services.executor.sim.engine import SimBackend, SimOptions
 from shared.config import MOST_DRAFTS, Settings
 from shared.errors import SetupError
 from shared.processes import importing
+from shared.step_model import PROMPT_PART
 from shared.vocab.files import resolve, served_names
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         only_tier=not on_gpu and ranks == 1 and _needs_no_l1(settings),
         block_tokens=settings.block_tokens,
         slots=slots,
-        max_step_tokens=max(settings.step_tokens, slots),
+        max_step_tokens=max(settings.step_tokens, slots + settings.step_tokens // PROMPT_PART),
         max_context=settings.max_context,
         threads=settings.threads,
         first_threads=first_threads,

@@ -277,8 +277,9 @@ def adapter_loads_of(backend: Backend, *given: Any) -> Any:
 Forced = Callable[[int, int], Sequence[int]]  # ids that a slot's grammar hardly leaves open, at most so many
 
 
-def speculation_of(tokens: Callable[[int], messages.Ints], forced: Forced) -> Speculation | None:
-    """What finds drafts in the `tokens` of a slot, and in what its grammar forces; None: nothing does."""
+def speculation_of(tokens: Callable[[int], messages.Ints], forced: Forced | None) -> Speculation | None:
+    """What finds drafts in the `tokens` of slots; None: nothing does. `forced` is None for one of several
+    ranks: they find the same drafts, each on its own, so in the tokens of the slot alone."""
     return next((resolve_name(name)(tokens, forced) for name in SPECULATION.values()), None)
 
 

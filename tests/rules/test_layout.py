@@ -64,8 +64,8 @@ ONE_PATH = (
 HANGING = (
     "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
     "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
-    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/speculation.py",
-    "services/scheduler/sessions/",
+    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/sessions/",
+    "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/clients.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",

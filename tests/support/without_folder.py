@@ -37,6 +37,7 @@ DELETABLE = {
     "services/executor/sampling/grammar_matchers.py": "services/executor/sampling/grammar.py",
     "services/executor/speculation/": "services/executor/engine.py",
     "services/executor/quantised/": "services/executor/checkpoint/stored.py",
+    "services/scheduler/sessions/": "services/scheduler/core.py",
     "services/scheduler/speculation.py": "services/scheduler/step_planner.py",
     "services/scheduler/adapters.py": "services/scheduler/load_shedding.py",
     "services/tokenizer/adapters.py": "services/tokenizer/actor.py",

@@ -120,8 +120,7 @@ class TorchBackend:
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
-        # the ranks of a group find the same drafts, each on its own: without grammars, which the last one has
-        forced = partial(self._host_rows.forced, self._slots.tokens if alone else None)
+        forced = partial(self._host_rows.forced, self._slots.tokens) if alone else None
         self._speculation = speculation_of(self._slots.tokens, forced) if options.max_drafts else None
         if self._speculation is not None:
             self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
