@@ -40,6 +40,7 @@ TOUCH_PM = 500  # for a session that is so likely to return
 class Sessions(SessionEvents):
     """See the top of this file."""
 
+    learns: bool = True
     table: Table = field(default_factory=Table)
     pauses: LearnedPauses = field(default_factory=LearnedPauses)
     of_request: dict[tuple[str, str], Session] = field(default_factory=dict)
@@ -254,7 +255,7 @@ class Sessions(SessionEvents):
             session.touched_us = state.now_us
             for first in range((session.blocks - 1) // MAX_KEYS * MAX_KEYS, -1, -MAX_KEYS):  # the head last
                 keys = session.keys[first * KEY_BYTES : (first + MAX_KEYS) * KEY_BYTES]
-                _send_below(state, KvTouch, keys)
+                _send_below(state, KvTouch(keys=keys))
 
     def _forget(self, state: State) -> None:
         """Forget some dead blocks, the last of a session first, on the device and below."""
@@ -262,7 +263,7 @@ class Sessions(SessionEvents):
         first = max(len(joined) - DROPPED_AT_ONCE * KEY_BYTES, 0)
         if first:
             self.dead.appendleft(joined[:first])
-        _send_below(state, KvForget, joined[first:])
+        _send_below(state, KvForget(keys=joined[first:]))
         keys = [joined[at : at + KEY_BYTES] for at in range(first, len(joined), KEY_BYTES)]
         for executor in state.executors.values():
             pool = executor.pool
@@ -317,13 +318,13 @@ class Sessions(SessionEvents):
     def summary(self, state: State) -> dict[str, Any]:
         return report.summary(state, self.table, self.pauses, self.outcomes)
 
-    def wants_ticks(self) -> bool:
+    def needs_ticks(self) -> bool:
         return bool(self.dead)
 
 
-def _send_below(state: State, kind: type[KvForget | KvTouch], keys: bytes) -> None:
+def _send_below(state: State, message: KvForget | KvTouch) -> None:
     """Send keys to all tiers, for each layout of KV there."""
     for tier in state.tiers.by_host.values():
         here = (e.hello.fingerprint for e in state.executors.values() if e.hello.host_id == tier.host_id)
         for fingerprint in sorted(dict.fromkeys(here)):
-            state.send(tier.source, kind(keys=keys, fingerprint=fingerprint))
+            state.send(tier.source, replace(message, fingerprint=fingerprint))
