@@ -403,7 +403,9 @@ class InputStaging:
         free = self._free[turn] = Event()  # type: ignore[no-untyped-call]  # no annotations in torch
         free.record()
 
-    def step(self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
+    def step(
+        self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = (), *, adapted: bool = False
+    ) -> ForwardStep:
         """Launch the kernel that resolves the staged words, and before it the one that proposes drafts if the
         step has any; the tensors of a forward over them."""
         tokens, at, queries = layout.tokens, layout.token_at, layout.queries
