@@ -40,7 +40,6 @@ TILE_TOKENS = 64
 _LOG2_E = 1.4426950408889634
 _PARTS = 16  # parts of a row merged at a time
 _LEAST_TOKENS, _LEAST_TILES = 128, 2  # of a worker, whichever is less: merges of smaller parts cost more
-_WIDE_DIM = 128  # with wider heads more stages do not fit the shared memory
 _LEAST_DIM = 32  # half of it is the least of a matrix product
 _ROW_LIMIT = 1024  # of a step: one program plans it
 
@@ -500,8 +499,8 @@ def decode_work(
 
 def windowed(work: DecodeWork) -> DecodeWork:
     """The same memory with a division of its own, for the layers with a window."""
-    ends, spans, first_rows = map(torch.zeros_like, (work.ends, work.spans, work.first_rows))
-    return replace(work, ends=ends, spans=spans, first_rows=first_rows)
+    ends, spans, rows = (torch.zeros_like(each) for each in (work.ends, work.spans, work.first_rows))
+    return replace(work, ends=ends, spans=spans, first_rows=rows)
 
 
 def plan_decode(work: DecodeWork, step: DecodeRows, window: int = 0) -> None:
@@ -544,7 +543,7 @@ def attend_decode(
         work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0),
         (by.scale or dim**-0.5) * _LOG2_E, by.cap * _LOG2_E, by.sinks, **sizes, CAPPED=by.cap > 0,
         PAIRED=paired, INTERPRETED=not kv.is_cuda, BLOCK_TOKENS=block_tokens,
-        STAGES=work.tuning.stages if dim <= _WIDE_DIM else 2,
+        STAGES=work.tuning.stages,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=work.tuning.warps,
     )  # fmt: skip

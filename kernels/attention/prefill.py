@@ -29,7 +29,6 @@ from kernels.attention.ref import PLAIN, Scoring
 _ROWS = 4  # rows of a tile merged by one program; divides the rows of every layout
 _PARTS = 16  # parts of a row merged at a time
 _LOG2_E = 1.4426950408889634
-_WIDE_DIM, _FEW_STAGES = 128, 2  # wider heads leave no room for more stages
 
 
 @triton.jit
@@ -328,7 +327,7 @@ def attend_prefill(
 ) -> None:
     """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
     same shape; other rows of `out` stay unchanged. KV of the chunks must be in the cache already. Raises
-    ValueError for `split` with a layout of one loop."""
+    ValueError for `split` with a layout of one loop, and for a Scoring with `tma`."""
     _, heads, dim = query.shape
     kv_heads, block_tokens = kv.shape[4], kv.shape[3]
     split = tiles.split
@@ -337,19 +336,20 @@ def attend_prefill(
     parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
     if split is not None:
         parts = (split.part, split.parts, split.room.partial, split.room.sums)
+    if tuning.tma and by is not PLAIN:
+        raise ValueError("the kernel for Hopper knows no windows, caps or sinks")
     columns = (tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts)
-    if tuning.tma and by is PLAIN:
+    if tuning.tma:
         attend = _resolved(GLUON[_release()])
         attend(query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages)
     else:
-        stages = tuning.stages if dim <= _WIDE_DIM and not tuning.tma else _FEW_STAGES
         _attend[(kv_heads, len(tiles.counts))](
             query, kv, *columns, *parts, out,
             tiles.tables.shape[1], layer, kv.stride(0), (by.scale or dim**-0.5) * _LOG2_E, by.cap * _LOG2_E,
             by.sinks,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-            BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=stages,
-            TAIL_STAGES=stages if tuning.one_loop or by.window else 1, ONE_LOOP=tuning.one_loop,
+            BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
+            TAIL_STAGES=tuning.stages if tuning.one_loop or by.window else 1, ONE_LOOP=tuning.one_loop,
             WINDOW=by.window, CAPPED=by.cap > 0, SINKS=by.sinks is not None,
             SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tuning.warps,
