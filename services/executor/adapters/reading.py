@@ -6,6 +6,7 @@ with zeros where an adapter has none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -96,9 +97,11 @@ class AdapterReader:
 
 
 def projections(shapes: Shapes) -> dict[str, Weight]:
-    """The weights of the products, by name: alike in all layers that have one."""
+    """The weights of the products, by name: those that are alike in all layers that have one."""
     operations = [op for layer in describe(shapes).layers for op in layer if isinstance(op, Projection)]
-    return {op.weight.name: op.weight for op in operations}
+    every = {op.weight: None for op in operations}
+    names = Counter(weight.name for weight in every)
+    return {weight.name: weight for weight in every if names[weight.name] == 1}
 
 
 def _module(names: TensorNames, part: Part, layer: int) -> tuple[str, slice]:

@@ -226,8 +226,9 @@ class CudaModel:
     def _mlp(self, index: int, x: Any, adding: _ResidualAdd, step: ForwardStep, *, chained: bool) -> Tensor:
         layer = self._layers[index]
         if step.slots is not None and "router" not in layer:
-            wide = swiglu(self._projected(index, "gate_up", x, step, whole=True), x.dtype, chained=chained)
-            return self._projected(index, "down", wide, step, whole=adding.whole)
+            both = self._projected(index, "gate_up", x, step, whole=True)
+            gated_rows = swiglu(both, x.dtype, chained=chained)
+            return self._projected(index, "down", gated_rows, step, whole=adding.whole)
         if "router" not in layer:
             gate_up, fp8 = layer["gate_up"], is_fp8(layer["down"])
             wide = gated(self._product, self._tuning.layouts_of(len(x)), x, gate_up, chained=chained, fp8=fp8)
