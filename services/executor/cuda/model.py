@@ -93,19 +93,26 @@ class ForwardStep:
     decode: DecodeRows | None
     tiles: PrefillTiles | None
     dense: tuple[Chunk, ...] = ()  # chunks that start their sequence, for cuDNN
+    slots: Tensor | None = None  # [tokens] int32, of a step with adapters
 
 
 class CudaModel:
     """A model on its device, for one thread in `torch.inference_mode`."""
 
     def __init__(
-        self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
+        self,
+        loaded: Loaded,
+        works: Mapping[DecodeTuning, DecodeWork],
+        tuning: DeviceTuning,
+        most: int,
+        adapters: Any = None,
     ) -> None:
-        """`most`: sampled rows in a step. Raises SetupError for a model that it does not compute."""
+        """`most`: sampled rows in a step; `adapters`: see services.executor.adapters.device_places. Raises
+        SetupError for a model that it does not compute."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
         self.check(loaded)
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
-        self._ranks, self._most = loaded.ranks, most
+        self._ranks, self._most, self.adapters = loaded.ranks, most, adapters
         self._last = loaded.stage.last
         self._shared: SharedLogits | None = None
         if isinstance(loaded.ranks, DistributedRanks) and loaded.ranks.symmetric is not None:
@@ -168,11 +175,11 @@ class CudaModel:
         normed: Any = first(residual, layers[0]["attention_norm"], eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._attention(i, layer, normed, inputs, step)
-            part = self._product(attended, layer["out"], layer.get("out_bias"), whole=adding.whole)
+            part = self._projected(i, "out", attended, step, layer.get("out_bias"), whole=adding.whole)
             normed = yield from adding.add(part, layer["mlp_norm"], turn=0, fp8=is_fp8(layer["gate_up"]))
             end = i + 1 == len(layers)
             norm = self._norm if end else layers[i + 1]["attention_norm"]
-            part = self._mlp(layer, normed, adding, chained=chained)
+            part = self._mlp(i, normed, adding, step, chained=chained)
             fp8, target = not end and is_fp8(layers[i + 1]["qkv"]), out if end and self._last else None
             normed = yield from adding.add(part, norm, turn=1, out=target, fp8=fp8)
         if self._last:
@@ -191,7 +198,7 @@ class CudaModel:
         self, index: int, layer: Mapping[str, Any], x: Operand, inputs: RopeInputs, step: ForwardStep
     ) -> Tensor:
         shapes = self._shapes
-        qkv = self._product(x, layer["qkv"], layer.get("qkv_bias"), whole=bool(step.dense))
+        qkv = self._projected(index, "qkv", x, step, layer.get("qkv_bias"), whole=bool(step.dense))
         norms = HeadNorms(layer.get("q_norm"), layer.get("k_norm"), shapes.norm_eps)
         query = rope_write(qkv, inputs, norms, self._kv, index, shapes.heads)
         out = torch.empty_like(query)
@@ -205,7 +212,23 @@ class CudaModel:
             _attend_dense(query, qkv, chunk, self._shapes, out)
         return out.view(len(x), -1)
 
-    def _mlp(self, layer: Mapping[str, Any], x: Any, adding: _ResidualAdd, *, chained: bool) -> Tensor:
+    def _projected(
+        self, index: int, name: str, x: Any, step: ForwardStep, bias: Tensor | None = None, *, whole: bool
+    ) -> Tensor:
+        """A product of a layer, with what adapters add in a step with some."""
+        weight = self._layers[index][name]
+        if step.slots is None:
+            return self._product(x, weight, bias, whole=whole)
+        out = self._product(x, weight, bias, whole=True)
+        self.adapters.add(name, index, x, out, step.slots)
+        return out
+
+    def _mlp(self, index: int, x: Any, adding: _ResidualAdd, step: ForwardStep, *, chained: bool) -> Tensor:
+        layer = self._layers[index]
+        if step.slots is not None and "router" not in layer:
+            both = self._projected(index, "gate_up", x, step, whole=True)
+            gated_rows = swiglu(both, x.dtype, chained=chained)
+            return self._projected(index, "down", gated_rows, step, whole=adding.whole)
         if "router" not in layer:
             gate_up, fp8 = layer["gate_up"], is_fp8(layer["down"])
             wide = gated(self._product, self._tuning.layouts_of(len(x)), x, gate_up, chained=chained, fp8=fp8)

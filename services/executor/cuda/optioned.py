@@ -42,14 +42,26 @@ from services.executor.model.program import (
     steps_of,
 )
 from services.executor.parallel.coroutines import AllReduces, Collective
+from shared.errors import SetupError
 
 
 def model_of(
-    loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
+    loaded: Loaded,
+    works: Mapping[DecodeTuning, DecodeWork],
+    tuning: DeviceTuning,
+    most: int,
+    adapters: Any = None,
 ) -> CudaModel:
-    """The model of an engine. Raises SetupError for one that no GPU computes."""
-    kind = OptionedModel if loaded.shapes.has_options else CudaModel
-    return kind(loaded, works, tuning, most)
+    """The model of an engine. Raises SetupError for one that no GPU computes, and for places of adapters
+    beside a model that computes without them."""
+    if adapters is not None and (loaded.shapes.has_options or loaded.kept_in or loaded.ranks.size > 1):
+        raise SetupError(
+            "lora_places: on a GPU adapters run beside plain weights of a model of Llama's operations, on "
+            "one GPU; use dtype bf16 or f32, or lora_places 0"
+        )
+    if loaded.shapes.has_options:
+        return OptionedModel(loaded, works, tuning, most)
+    return CudaModel(loaded, works, tuning, most, adapters)
 
 
 @dataclass(slots=True)
