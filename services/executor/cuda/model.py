@@ -47,8 +47,10 @@ from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.stored import Stored
 from services.executor.checkpoint.weights import gathered_logits
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
+from services.executor.cuda.optioned import OptionedPass
 from services.executor.model import description as d
 from services.executor.model.description import Shapes
+from services.executor.model.program import embedded, shaped
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
 from services.executor.parallel.ranks import DistributedRanks, Ranks, if_mapped
 from services.executor.parallel.step_split import Chunk
@@ -102,7 +104,8 @@ class CudaModel:
     ) -> None:
         """`most`: sampled rows in a step. Raises SetupError for a model that it does not compute."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
-        self.check(loaded)
+        if not shapes.has_options:
+            check_layers(d.describe(shapes).layers)
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
         self._ranks, self._most = loaded.ranks, most
         self._last = loaded.stage.last
@@ -125,10 +128,9 @@ class CudaModel:
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1, shapes.rope_gain).to(kv.device)
-
-    def check(self, loaded: Loaded) -> None:
-        """Raises SetupError for a layer that is not computed."""
-        check_layers(d.describe(loaded.shapes).layers)
+        self._optioned: OptionedPass | None = None
+        if shapes.has_options:
+            self._optioned = OptionedPass(loaded, self._layers, self._product, works, tuning)
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights in the memory of the device. Tied ones occur twice."""
@@ -153,13 +155,17 @@ class CudaModel:
         """`hidden` as a ForwardPass. `sums` are given for a micro-batch: it then uses no other collectives,
         and another micro-batch may compute meanwhile."""
         eps, layers = self._shapes.norm_eps, self._layers
+        residual = received
+        if residual is None:
+            residual = embedded(self._embedding.index_select(0, step.resolved.ids), self._shapes)
+        if self._optioned is not None:
+            return (yield from self._optioned.run(step, residual, sums, out))
         layouts = self._tuning.layouts_of(len(step.positions))
         if step.decode is not None:
             plan_decode(self._works[layouts.decode], step.decode)
         chained = layouts.chained
         slot_mapping, dtype = step.resolved.slot_mapping, self._embedding.dtype
         inputs = RopeInputs(self._rotations, step.positions, slot_mapping, chained, dtype)
-        residual = self._embedding.index_select(0, step.resolved.ids) if received is None else received
         adding = _ResidualAdd(self._ranks, sums, residual, eps, chained=chained)
         first = rms_norm_fp8 if is_fp8(layers[0]["qkv"]) else rms_norm
         normed: Any = first(residual, layers[0]["attention_norm"], eps, chained=chained)
@@ -181,8 +187,10 @@ class CudaModel:
         """Logits `[samples, vocab]` of the token rows `rows`."""
         own = self._product(hidden.index_select(0, rows), self._head, whole=True)
         if self._shared is not None and 0 < len(own) <= self._most:
-            return self._shared.gather(own)
-        return gathered_logits(own, self._shapes.vocab, self._ranks)
+            found = self._shared.gather(own)
+        else:
+            found = gathered_logits(own, self._shapes.vocab, self._ranks)
+        return found if self._optioned is None else shaped(found.float(), self._shapes)
 
     def _attention(
         self, index: int, layer: Mapping[str, Any], x: Operand, inputs: RopeInputs, step: ForwardStep
