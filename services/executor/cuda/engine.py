@@ -8,7 +8,7 @@ A row with a grammar has a mask, which the kernel reads: see engine.py.
 A step that has a row with penalties, bias, processors or log probabilities is sampled outside the graph, all
 its rows: torch does what the kernel does not take, the kernel chooses, and the next step waits. With several
 GPUs this holds for grammars, too: only one of them has the masks. Such a step has no drafts.
-services/executor/actor.py builds it for one rank, group/ for several.
+services/executor/build.py builds it for one rank, group/ for several.
 
 `DeviceStorage` takes the memory of tensors off the device and puts it back; the CUDA engine sleeps by it.
 

@@ -1,4 +1,4 @@
-"""Attention with windows, sinks, caps and scales of its own, on a CPU, against float64 from the definitions."""
+"""Attention with windows, sinks, caps and scales on a CPU against float64, from the definitions."""
 
 from __future__ import annotations
 
