@@ -15,22 +15,20 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
+from kernels.attention.decode import DecodeWork, attend_decode, plan_decode
 from kernels.attention.decode import Tuning as DecodeTuning
-from kernels.attention.prefill import PrefillTiles, attend_prefill
+from kernels.attention.prefill import attend_prefill
 from kernels.collectives.gpu import MappedBuffers, Norm, all_gather, all_reduce_add_rms_norm_
 from kernels.elementwise import rope_table
 from kernels.elementwise.gpu import (
     HeadNorms,
-    Resolved,
     RopeInputs,
     add_rms_norm_,
     rms_norm,
@@ -48,7 +46,7 @@ from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.stored import Stored
 from services.executor.checkpoint.weights import gathered_logits
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
-from services.executor.cuda.optioned import OptionedPass
+from services.executor.cuda.optioned import ForwardStep, Operand, OptionedPass, Products
 from services.executor.model import description as d
 from services.executor.model.description import Shapes
 from services.executor.model.program import embedded, shaped
@@ -60,7 +58,7 @@ from shared.errors import SetupError
 
 log = logging.getLogger("headrace.executor")
 
-Operand = Tensor | Fp8Rows | Int4Weight  # of a product
+
 # humming-kernels is missing, finds no compiler or headers, has no such layout, or is another version.
 _LIBRARY_ERRORS = (
     ImportError, RuntimeError, OSError, ValueError, AssertionError, AttributeError, TypeError,
@@ -84,17 +82,6 @@ def check_layers(layers: Iterable[d.Layer]) -> None:
         if kinds not in _COMPUTED or others:
             names = ", ".join([*(type(each).__name__ for each in layer), *sorted(others)])
             raise SetupError(f"the GPU engine does not compute a layer of {names}; run it with device=cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardStep:
-    """The inputs of a pass. Decode rows come first among the token rows."""
-
-    resolved: Resolved
-    positions: Tensor  # [tokens] int32
-    decode: DecodeRows | None
-    tiles: PrefillTiles | None
-    dense: tuple[Chunk, ...] = ()  # chunks that start their sequence, for cuDNN
 
 
 class CudaModel:
@@ -301,18 +288,6 @@ def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out[rows] = found[0].transpose(0, 1)
-
-
-class Products(Protocol):
-    """Matrix products with the weights: the fastest for the number of rows, or the same bits for any number.
-
-    `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`, as `[rows, width]`; unless
-    `whole`, it may be `[splits, rows, width]` float32, which the reader adds up. A weight in fp8 takes fp8
-    rows, and quantises plain ones; one in 4 bits takes plain ones."""
-
-    def __call__(
-        self, x: Operand, weight: Operand, bias: Tensor | None = None, *, whole: bool = False
-    ) -> Tensor: ...
 
 
 def products_of(tuning: DeviceTuning, device: torch.device) -> Products:

@@ -11,17 +11,27 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.attention.decode import DecodeWork, attend_decode, plan_decode, windowed
+from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode, windowed
 from kernels.attention.decode import Tuning as DecodeTuning
-from kernels.attention.prefill import attend_prefill
+from kernels.attention.prefill import PrefillTiles, attend_prefill
 from kernels.elementwise import ref as elementwise
-from kernels.elementwise.gpu import HeadNorms, RopeInputs, add_rms_norm_, rms_norm, rope_write, swiglu
+from kernels.elementwise.gpu import (
+    HeadNorms,
+    Resolved,
+    RopeInputs,
+    add_rms_norm_,
+    rms_norm,
+    rope_write,
+    swiglu,
+)
 from kernels.moe.gpu import combine, dispatch, experts_mlp, grouped, permute, route
+from kernels.quantised import Fp8Rows
+from kernels.quantised.gpu import Int4Weight
 from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.stored import Dense
 from services.executor.cuda.kernel_configs import DeviceTuning
@@ -39,9 +49,32 @@ from services.executor.model.program import (
     steps_of,
 )
 from services.executor.parallel.coroutines import AllReduces, Collective
+from services.executor.parallel.step_split import Chunk
 
-if TYPE_CHECKING:
-    from services.executor.cuda.model import ForwardStep, Products
+Operand = Tensor | Fp8Rows | Int4Weight  # of a product
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """The inputs of a pass. Decode rows come first among the token rows."""
+
+    resolved: Resolved
+    positions: Tensor  # [tokens] int32
+    decode: DecodeRows | None
+    tiles: PrefillTiles | None
+    dense: tuple[Chunk, ...] = ()  # chunks that start their sequence, for cuDNN
+
+
+class Products(Protocol):
+    """Matrix products with the weights: the fastest for the number of rows, or the same bits for any number.
+
+    `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`, as `[rows, width]`; unless
+    `whole`, it may be `[splits, rows, width]` float32, which the reader adds up. A weight in fp8 takes fp8
+    rows, and quantises plain ones; one in 4 bits takes plain ones."""
+
+    def __call__(
+        self, x: Operand, weight: Operand, bias: Tensor | None = None, *, whole: bool = False
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)
