@@ -62,7 +62,7 @@ from services.executor.cuda.input_batch import (
     can_have_drafts,
 )
 from services.executor.cuda.kernel_configs import Computed, choices, tuning_for
-from services.executor.cuda.optioned import model_of
+from services.executor.cuda.model import CudaModel
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -150,7 +150,7 @@ class CudaBackend:
         )  # fmt: skip
         if self.adapters is not None:
             self.info = replace(self.info, adapter_places=options.lora_places)
-        model = model_of(loaded, works, tuning, options.slots, self.adapters)
+        model = CudaModel(loaded, works, tuning, options.slots, self.adapters)
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)
