@@ -167,8 +167,8 @@ class CompiledGrammars:
         return again, failures
 
     def forced(self, tokens: Tokens, slot: int, most: int) -> Sequence[int]:
-        """The text that the grammar forces, as tokens; around it white space and quotes as the answer has them
-        so far, or as most models write them."""
+        """The text that the grammar forces, as tokens; around it white space and quotes as the answer has so
+        far, or as most models write them."""
         row = self._rows.get(slot)
         if row is None or not row.compilation.result.done() or row.compilation.result.exception():
             return ()
@@ -196,7 +196,7 @@ class CompiledGrammars:
         while names and taken < most and take(names.decode(errors="ignore")):
             names = matcher.compute_ff_bytes() if any(map(take, GLUES)) else b""
         matcher.rollback(taken)
-        ids = encode(text)[:most] if names or text.strip(' "\n') else []
+        ids = encode(text)[:most] if len(text.strip(' "\n')) > 1 else []  # a brace alone is most often more
         return ids if max(ids, default=0) < self._vocab else ()  # weights may have fewer tokens
 
     def choose(
