@@ -66,7 +66,7 @@ def test_names_are_drafted_with_the_white_space_of_the_answer(
     text = '{\n  "name": "Po",\n  "age": 2,\n  "kind": "river"\n}'
     assert steps_of(text, grammars, vocabulary) == [
         ([], ["{"]),
-        ([], ["\n "]),
+        ([' "', "name", '":', ' "'], ["\n "]),
         ([' "', "name", '":', ' "'], [' "', "name", '":', ' "', "Po"]),
         ([], ['",']),
         (["\n ", ' "', "age", '":', " "], ["\n ", ' "', "age", '":', " ", "2"]),
