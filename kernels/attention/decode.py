@@ -18,19 +18,22 @@ tiles, `even` and `odd`, and there is one matrix product for each:
 
     scores = q_even @ even.T + q_odd @ odd.T        out = interleave(weights @ even, weights @ odd)
 
+With a window a row begins at the tile of the first token that its first query sees; sinks are added to a
+row's mass once, where its result is written. (kernels.attention.ref.Scoring)
+
 e4m3 in float16 is exact. Queries are scaled by a power of two for each head, so that float16 holds them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.ref import FP8
+from kernels.attention.ref import FP8, PLAIN, Scoring
 from kernels.gemm.gpu import begin, prefetch, ready
 
 TILE_TOKENS = 64
@@ -39,6 +42,36 @@ _PARTS = 16  # parts of a row merged at a time
 _LEAST_TOKENS, _LEAST_TILES = 128, 2  # of a worker, whichever is less: merges of smaller parts cost more
 _LEAST_DIM = 32  # half of it is the least of a matrix product
 _ROW_LIMIT = 1024  # of a step: one program plans it
+
+
+@triton.jit
+def first_tile(sees: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """The first tile with a token that a query sees, `sees` being its tokens without a window."""
+    return tl.maximum(sees - WINDOW, 0) // TILE if WINDOW > 0 else sees * 0
+
+
+@triton.jit
+def capped(scores: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
+    """cap * tanh(score / cap)."""
+    if CAPPED:
+        scores = cap - 2 * cap / (tl.exp2(scores * (2.8853900817779268 / cap)) + 1)
+    return scores
+
+
+@triton.jit
+def with_sinks(
+    mass: tl.tensor,
+    top: tl.tensor,
+    sinks: tl.tensor | None,
+    head: tl.tensor,
+    inside: tl.tensor,
+    SINKS: tl.constexpr,
+) -> tl.tensor:
+    """The sum of weights over 2^top with what the sinks of the query heads `head` weigh."""
+    if SINKS:
+        sink = tl.load(sinks + head, mask=inside, other=0.0) * 1.4426950408889634
+        mass += tl.exp2(sink - top)
+    return mass
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,16 +88,18 @@ def _plan(
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
     QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     at = tl.arange(0, ROWS_PAD)
     length = tl.load(lengths + at, mask=at < rows, other=0)
+    skipped = first_tile(length, WINDOW, TILE)
     if QUERIES > 1:
         q = tl.arange(0, QUERIES)
         is_draft = (at < rows)[:, None] & (q > 0)[None, :]
         ids = tl.load(drafts + at[:, None] * QUERIES + q[None, :], mask=is_draft, other=-1)
         length = tl.where(length > 0, length + tl.sum((ids >= 0).to(tl.int32), 1), 0)
         tl.store(spans + at, length, mask=at < rows)
-    end = tl.cumsum((length + TILE - 1) // TILE, 0)
+    end = tl.cumsum((length + TILE - 1) // TILE - skipped, 0)
     tl.store(ends + at, end, mask=at < rows)
     each = tl.maximum((tl.max(end, 0) + WORKERS - 1) // WORKERS, LEAST)
     for i in range(0, WORKERS_PAD, 16):
@@ -135,23 +170,30 @@ def _scores(
 
 
 @triton.jit
-def _sees(first: tl.tensor, query: tl.tensor, QUERIES: tl.constexpr) -> tl.tensor:
-    """The number of tokens that each of several queries sees."""
-    if QUERIES > 1:
+def _sees(first: tl.tensor, query: tl.tensor, QUERIES: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """The number of tokens that each query sees without a window, where that is asked."""
+    if QUERIES > 1 or WINDOW > 0:
         query += tl.load(first)
     return query
 
 
 @triton.jit
 def _masked(
-    scores: tl.tensor, at: tl.tensor, inside: tl.tensor, sees: tl.tensor, QUERIES: tl.constexpr
+    scores: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    sees: tl.tensor,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Scores without the tokens that a query does not see. With several queries one may see none of a tile:
-    its scores are finite then."""
+    """Scores without the tokens that a query does not see. With several queries, or a window, one may see
+    none of a tile: its scores are finite then."""
     seen = inside[None, :]
     if QUERIES > 1:
         seen = seen & (at[None, :] < sees[:, None])
-    return tl.where(seen, scores, -float("inf") if QUERIES == 1 else -1.0e30)
+    if WINDOW > 0:
+        seen = seen & (at[None, :] >= sees[:, None] - WINDOW)
+    return tl.where(seen, scores, -float("inf") if QUERIES == 1 and WINDOW == 0 else -1.0e30)
 
 
 @triton.jit
@@ -232,6 +274,8 @@ def _attend(
     layer: tl.tensor,
     block_stride: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
+    sinks: tl.tensor | None,
     WORKERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -245,6 +289,9 @@ def _attend(
     PRECISION: tl.constexpr,
     LEAST: tl.constexpr,
     CHAINED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PAIRED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
@@ -268,16 +315,17 @@ def _attend(
     keys, values = plane + d[None, :], plane + BLOCK_TOKENS * token_stride + d[None, :]
     some = tl.minimum(row, rows - 1)
     length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some * QUERIES)
+    skipped = first_tile(tl.load(firsts + some), WINDOW, TILE)
     if CHAINED:  # noqa: SIM102 - one is known when this is compiled, the other not
         if own < stop:  # the first tile is fetched while the kernels before compute the newest token
-            at = (own - row_end + (length + TILE - 1) // TILE) * TILE + n
+            at = (own - row_end + (length + TILE - 1) // TILE) * TILE + n  # skipped tiles are in both
             table = tables + slot.to(tl.int64) * table_blocks
             token = _places(table, at, at < length, block_stride, BLOCK_TOKENS, token_stride)
             _ahead(plane + token, BLOCK_TOKENS * token_stride, UNITS_PAD)
     ready(CHAINED)
     tile = own
     while tile < stop:
-        row_begin = row_end - (length + TILE - 1) // TILE
+        row_begin = row_end - (length + TILE - 1) // TILE + skipped
         last = tl.minimum(stop, row_end)
         table = tables + slot.to(tl.int64) * table_blocks
         at_row = row.to(tl.int64) * (QUERIES * KV_HEADS * GROUP * DIM) + heads[:, None] * DIM
@@ -286,15 +334,16 @@ def _attend(
         acc_odd = acc
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
         mass = tl.zeros([GROUP_PAD], tl.float32)
-        sees = _sees(firsts + some, g // GROUP, QUERIES)
-        for i in tl.range(tile - row_begin, last - row_begin, num_stages=STAGES):
+        sees = _sees(firsts + some, g // GROUP, QUERIES, WINDOW)
+        for i in tl.range(tile - row_begin + skipped, last - row_begin + skipped, num_stages=STAGES):
             at = i * TILE + n
             inside = at < length
             token = _places(table, at, inside, block_stride, BLOCK_TOKENS, token_stride)[:, None]
             readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < UNITS)[None, :]
             k = tl.load(keys + token, mask=readable, other=0)
             scores = _scores(q, q_odd, k, PRECISION, PAIRED, INTERPRETED)
-            scores = _masked(scores * scales[:, None], at, inside, sees, QUERIES)
+            scores = capped(scores * scales[:, None], cap, CAPPED)
+            scores = _masked(scores, at, inside, sees, QUERIES, WINDOW)
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
@@ -306,6 +355,8 @@ def _attend(
             acc = tl.interleave(acc, acc_odd)
         if last > tile:
             if (tile == row_begin) & (last == row_end):
+                own_head = head * GROUP + g % GROUP
+                mass = with_sinks(mass, top, sinks, own_head, g < QUERIES * GROUP, SINKS)
                 done = (acc / mass[:, None]).to(out.dtype.element_ty)
                 tl.store(out + at_row + all_d[None, :], done, mask=in_out)
             else:
@@ -315,11 +366,14 @@ def _attend(
         row += 1
         some = tl.minimum(row, rows - 1)
         length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some * QUERIES)
+        skipped = first_tile(tl.load(firsts + some), WINDOW, TILE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge(
     lengths: tl.tensor,
+    firsts: tl.tensor,
+    sinks: tl.tensor | None,
     ends: tl.tensor,
     first_rows: tl.tensor,
     out: tl.tensor,
@@ -337,6 +391,8 @@ def _merge(
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
     CHAINED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     begin(CHAINED)
     worker, head = tl.program_id(0), tl.program_id(1) // GROUP % KV_HEADS
@@ -348,6 +404,7 @@ def _merge(
     row = tl.minimum(tl.load(first_rows + worker + 1), rows - 1)
     row_end = tl.load(ends + row)
     row_begin = row_end - (tl.load(lengths + row) + TILE - 1) // TILE
+    row_begin += first_tile(tl.load(firsts + row), WINDOW, TILE)
     ready(CHAINED)
     if border < total:  # noqa: SIM102 - Triton has no conditions that end early
         if (row_begin < border) & (row_begin >= worker * each):  # the first border that this row crosses
@@ -369,6 +426,7 @@ def _merge(
                 acc = acc * shrink + tl.sum(parts * shrinks[:, None], 0)
                 mass = mass * shrink + tl.sum(masses * shrinks, 0)
                 top = new_top
+            mass = with_sinks(mass, top, sinks, head * GROUP + g % GROUP, g >= 0, SINKS)
             at_out = (row.to(tl.int64) * QUERIES + query) * (KV_HEADS * GROUP * DIM)
             at_out += (head * GROUP + g % GROUP) * DIM + d
             tl.store(out + at_out, (acc / mass).to(out.dtype.element_ty), mask=d < DIM)
@@ -439,21 +497,34 @@ def decode_work(
     )
 
 
-def plan_decode(work: DecodeWork, step: DecodeRows) -> None:
-    """Divide the rows of a step among the workers: once a step, for all layers."""
+def windowed(work: DecodeWork) -> DecodeWork:
+    """The same memory with a division of its own, for the layers with a window."""
+    ends, spans, rows = (torch.zeros_like(each) for each in (work.ends, work.spans, work.first_rows))
+    return replace(work, ends=ends, spans=spans, first_rows=rows)
+
+
+def plan_decode(work: DecodeWork, step: DecodeRows, window: int = 0) -> None:
+    """Divide the rows of a step among the workers: once a step, for all layers with this window."""
     rows = len(step.lengths)
     _plan[(1,)](
         step.lengths, step.ids, work.spans, work.ends, work.first_rows, rows, WORKERS=work.workers,
         WORKERS_PAD=work.workers + 1, ROWS_PAD=max(16, triton.next_power_of_2(rows)),
-        TILE=work.tuning.tile_tokens, LEAST=_least(work.tuning), QUERIES=step.queries, num_warps=4,
+        TILE=work.tuning.tile_tokens, LEAST=_least(work.tuning), QUERIES=step.queries,
+        WINDOW=window, num_warps=4,
     )  # fmt: skip
 
 
 def attend_decode(
-    query: Tensor, kv: Tensor, layer: int, rows: DecodeRows, work: DecodeWork, out: Tensor
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    rows: DecodeRows,
+    work: DecodeWork,
+    out: Tensor,
+    by: Scoring = PLAIN,
 ) -> None:
     """Attention of each of `rows` with its queries `[rows * queries, heads, head_dim]` into `out`, of the
-    same shape. Call `plan_decode` with the same rows before."""
+    same shape. Call `plan_decode` with the same rows and window before."""
     count, heads, dim = query.shape[0] // rows.queries, query.shape[1], query.shape[2]
     kv_heads, block_tokens = kv.shape[4], kv.shape[3]
     group, paired = heads // kv_heads, kv.dtype == FP8
@@ -465,17 +536,20 @@ def attend_decode(
         "GROUP_PAD": _padded(rows.queries * group),
         "DIM": dim, "DIM_PAD": _padded(dim, _LEAST_DIM), "TILE": work.tuning.tile_tokens,
         "LEAST": _least(work.tuning), "CHAINED": work.tuning.chained, "launch_pdl": work.tuning.chained,
+        "WINDOW": by.window, "SINKS": by.sinks is not None,
     }  # fmt: skip
     _attend[(work.workers * kv_heads,)](
         query, kv, rows.tables, rows.slots, spans, rows.lengths, work.ends, work.first_rows, out,
-        work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0), dim**-0.5 * _LOG2_E,
-        **sizes, PAIRED=paired, INTERPRETED=not kv.is_cuda, BLOCK_TOKENS=block_tokens,
-        STAGES=work.tuning.stages, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0),
+        (by.scale or dim**-0.5) * _LOG2_E, by.cap * _LOG2_E, by.sinks, **sizes, CAPPED=by.cap > 0,
+        PAIRED=paired, INTERPRETED=not kv.is_cuda, BLOCK_TOKENS=block_tokens,
+        STAGES=work.tuning.stages,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=work.tuning.warps,
     )  # fmt: skip
     if work.workers > 1:
         _merge[(work.workers - 1, rows.queries * heads)](
-            spans, work.ends, work.first_rows, out, work.partial, work.sums, count,
+            spans, rows.lengths, by.sinks, work.ends, work.first_rows, out, work.partial, work.sums, count,
             **sizes, PARTS=_PARTS, num_warps=2,
         )  # fmt: skip
 

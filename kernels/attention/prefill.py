@@ -23,8 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.decode import capped, first_tile, with_sinks
+from kernels.attention.ref import PLAIN, Scoring
+
 _ROWS = 4  # rows of a tile merged by one program; divides the rows of every layout
 _PARTS = 16  # parts of a row merged at a time
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -73,6 +77,8 @@ def _attend(
     layer: tl.tensor,
     block_stride: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
+    sinks: tl.tensor | None,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -85,6 +91,9 @@ def _attend(
     PRECISION: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     count = tl.load(tile_counts + tile)
@@ -105,13 +114,14 @@ def _attend(
         mass = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         whole = (start + 1) // TILE * TILE  # tokens that every query of the tile sees
-        begin, end = 0, start + count
+        begin, end = first_tile(start + 1, WINDOW, TILE) * TILE, start + count
         if SPLIT:
             part, parts = tl.load(tile_part + tile), tl.maximum(tl.load(tile_parts + tile), 1)
-            begin, stop = part_of(part, parts, end, TILE)
+            first, stop = part_of(part, parts, end - begin, TILE)
+            begin, stop = begin + first, begin + stop
             whole, end = tl.maximum(begin, tl.minimum(whole, stop)), tl.minimum(end, stop)
-        if ONE_LOOP:
-            whole = 0
+        if ONE_LOOP or WINDOW > 0:
+            whole = begin
         else:
             for at_first in tl.range(begin, whole, TILE, num_stages=STAGES):
                 at = at_first + n
@@ -124,6 +134,7 @@ def _attend(
                     k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
                     v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+                scores = capped(scores, cap, CAPPED)
                 new_top = tl.maximum(top, tl.max(scores, 1))
                 weights = tl.exp2(scores - new_top[:, None])
                 shrink = tl.exp2(top - new_top)
@@ -140,7 +151,10 @@ def _attend(
             k = tl.load(keys + place, mask=readable, other=0.0)
             v = tl.load(values + place, mask=readable, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+            scores = capped(scores, cap, CAPPED)
             seen = at[None, :] <= (start + token)[:, None]
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > (start + token - WINDOW)[:, None])
             scores = tl.where(seen & inside[None, :], scores, -1.0e30)  # finite: a row may see none of a tile
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
@@ -153,6 +167,7 @@ def _attend(
             if parts > 1:
                 keep_part(partial, sums, tile * KV_HEADS + head, acc, top, mass, ROWS, DIM_PAD)
             in_query = in_query & (parts == 1)
+        mass = with_sinks(mass, top, sinks, head * GROUP + m % GROUP, token < count, SINKS)
         done = (acc / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at_query, done, mask=in_query)
 
@@ -166,10 +181,12 @@ def _merge(
     out: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
+    sinks: tl.tensor | None,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -198,6 +215,7 @@ def _merge(
                 acc = acc * shrink[:, None] + tl.sum(found * shrinks[:, :, None], 0)
                 mass = mass * shrink + tl.sum(masses * shrinks, 0)
                 top = new_top
+            mass = with_sinks(mass, top, sinks, head * GROUP + r % GROUP, r >= 0, SINKS)
             token = r // GROUP
             at_out = (tl.load(tile_rows + entry).to(tl.int64) + token)[:, None] * (KV_HEADS * GROUP * DIM)
             at_out += (head * GROUP + r % GROUP)[:, None] * DIM + d[None, :]
@@ -299,11 +317,17 @@ def parts_room(entries: int, kv_heads: int, rows: int, dim: int, device: torch.d
 
 
 def attend_prefill(
-    query: Tensor, kv: Tensor, layer: int, tiles: PrefillTiles, tuning: PrefillTuning, out: Tensor
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    tiles: PrefillTiles,
+    tuning: PrefillTuning,
+    out: Tensor,
+    by: Scoring = PLAIN,
 ) -> None:
     """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
     same shape; other rows of `out` stay unchanged. KV of the chunks must be in the cache already. Raises
-    ValueError for `split` with a layout of one loop."""
+    ValueError for `split` with a layout of one loop, and for a Scoring with `tma`."""
     _, heads, dim = query.shape
     kv_heads, block_tokens = kv.shape[4], kv.shape[3]
     split = tiles.split
@@ -312,6 +336,8 @@ def attend_prefill(
     parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
     if split is not None:
         parts = (split.part, split.parts, split.room.partial, split.room.sums)
+    if tuning.tma and by is not PLAIN:
+        raise ValueError("the kernel for Hopper knows no windows, caps or sinks")
     columns = (tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts)
     if tuning.tma:
         attend = _resolved(GLUON[_release()])
@@ -319,24 +345,29 @@ def attend_prefill(
     else:
         _attend[(kv_heads, len(tiles.counts))](
             query, kv, *columns, *parts, out,
-            tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
+            tiles.tables.shape[1], layer, kv.stride(0), (by.scale or dim**-0.5) * _LOG2_E, by.cap * _LOG2_E,
+            by.sinks,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
             BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
-            TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
+            TAIL_STAGES=tuning.stages if tuning.one_loop or by.window else 1, ONE_LOOP=tuning.one_loop,
+            WINDOW=by.window, CAPPED=by.cap > 0, SINKS=by.sinks is not None,
             SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tuning.warps,
         )  # fmt: skip
     if split is not None:
-        merge_parts(tiles.rows, tiles.counts, split, out)
+        merge_parts(tiles.rows, tiles.counts, split, out, by.sinks)
 
 
-def merge_parts(rows: Tensor, counts: Tensor, split: PrefillSplit, out: Tensor) -> None:
+def merge_parts(
+    rows: Tensor, counts: Tensor, split: PrefillSplit, out: Tensor, sinks: Tensor | None = None
+) -> None:
     """Merge the parts of split tiles into `out` `[tokens, heads, head_dim]`. `rows` and `counts` of the
     entries as in PrefillTiles."""
     entries, kv_heads, tile_rows, padded = split.room.partial.shape
     _, heads, dim = out.shape
     _merge[(tile_rows // _ROWS, kv_heads, min(len(split.merges), entries // 2))](
         rows, counts, split.parts, split.merges, out, split.room.partial, split.room.sums,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=padded, TILE_ROWS=tile_rows, ROWS=_ROWS,
+        sinks, SINKS=sinks is not None, KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads, DIM=dim, DIM_PAD=padded, TILE_ROWS=tile_rows, ROWS=_ROWS,
         PARTS=_PARTS, num_warps=4,
     )  # fmt: skip

@@ -14,6 +14,8 @@ layer: bf16 0.67 ms (grouped matmul and softmax 4.5 ms), f32 0.89 ms (1.5 ms).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +24,52 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # its largest number; it has no infinity, and larger numbers may become NaN
 
 
-def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, mask: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """How attention weighs what a query sees, where it is not a softmax of scores over the root of the head's
+    size, over all tokens before.
+
+    `window`: tokens that a query sees, its own one included; 0: all. `scale`: of the scores; 0: dim^-0.5.
+    `cap`: scores are cap * tanh(score / cap); 0: as they are. `sinks` `[heads]` float32, contiguous: the
+    logarithm of what is added to the sum of a head's weights (gpt-oss, arXiv:2508.10925)."""
+
+    window: int = 0
+    scale: float = 0.0
+    cap: float = 0.0
+    sinks: Tensor | None = None
+
+
+PLAIN = Scoring()
+
+
+def weigh(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, by: Scoring) -> Tensor:
+    """Attention of `query` `[..., kv_heads, group, queries, dim]` to `key` and `value` `[..., kv_heads, 1,
+    tokens, dim]` in float32 at least. `mask` `[..., queries, tokens]` has minus infinity where a query, which
+    sees all tokens before its last one, sees none."""
+    kind = torch.promote_types(query.dtype, torch.float32)
+    at = torch.arange(mask.shape[-1], device=mask.device)
+    seen = mask == 0
+    if by.window:
+        seen = seen & (at >= seen.sum(-1, keepdim=True) - by.window)
+    scores = (query.to(kind) @ key.to(kind).mT) * (by.scale or query.shape[-1] ** -0.5)
+    if by.cap:
+        scores = by.cap * torch.tanh(scores / by.cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    if by.sinks is not None:
+        total = total + (by.sinks.to(kind).view(*scores.shape[-4:-2], 1, 1) - top).exp()
+    value = value.to(kind)
+    found = (weights / total) @ value
+    if not found.isfinite().all():  # old contents of a block may be NaN, and 0 * NaN is NaN
+        found = (weights / total) @ value.masked_fill(~seen.any(-2)[..., None], 0.0)
+    return found.to(query.dtype)
+
+
+def attend_decode(
+    query: Tensor, kv: Tensor, layer: int, tables: Tensor, mask: Tensor, scoring: Scoring = PLAIN
+) -> Tensor:
     """One query token per row over its whole context.
 
     `query` `[rows, heads, head_dim]`; `tables` `[rows, blocks]`; `mask` `[rows, 1, 1, tokens]`, zero where
@@ -34,6 +81,9 @@ def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, mask: T
     tokens, kv_heads = mask.shape[-1], key.shape[1]
     grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
     key, value = key[:, :, :tokens], value[:, :, :tokens]
+    if scoring is not PLAIN:
+        lanes = grouped.unsqueeze(3), key.unsqueeze(2), value.unsqueeze(2)
+        return weigh(*lanes, mask.unsqueeze(1), scoring).reshape(rows, heads, dim)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
     if not out.isfinite().all():  # old contents of a block may be NaN, and 0 * NaN is NaN
         past_end = mask.transpose(-1, -2) < 0
@@ -42,7 +92,9 @@ def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, mask: T
     return out.reshape(rows, heads, dim)
 
 
-def attend_prefill(query: Tensor, kv: Tensor, layer: int, table: Tensor, mask: Tensor | None) -> Tensor:
+def attend_prefill(
+    query: Tensor, kv: Tensor, layer: int, table: Tensor, mask: Tensor | None, scoring: Scoring = PLAIN
+) -> Tensor:
     """A chunk of one sequence over the tokens before it and, causally, over itself.
 
     `query` `[chunk, heads, head_dim]`; `table` `[blocks]`; `mask` `[chunk, tokens]` is zero for tokens that a
@@ -57,6 +109,12 @@ def attend_prefill(query: Tensor, kv: Tensor, layer: int, table: Tensor, mask: T
     key = key[0, :, :tokens].unsqueeze(1).expand(shared)
     value = value[0, :, :tokens].unsqueeze(1).expand(shared)
     grouped = query.view(chunk, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    if scoring is not PLAIN:
+        if mask is None:
+            mask = query.new_zeros(chunk, chunk).masked_fill_(
+                query.new_ones(chunk, chunk).triu(1) > 0, -torch.inf
+            )
+        return weigh(grouped, key, value, mask, scoring).permute(2, 0, 1, 3).reshape(chunk, heads, dim)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=mask is None)
     return out.permute(2, 0, 1, 3).reshape(chunk, heads, dim)
 

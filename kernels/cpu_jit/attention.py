@@ -8,6 +8,8 @@ rows, a row being a query head of a token.
         weights = softmax so far       a row's largest score and its sum of weights go on to the next panel
         sums    = sums * (what the new largest score makes of them) + weights @ values
 
+With a window the panels before it are not read. A `Scoring` (kernels.attention.ref) has kernels of its own.
+
 The rows of a prompt share what they read of a panel; a decode row has its query heads only. A row's bits do
 not depend on the other rows or on the chunk in which its token comes: panels begin at multiples of PANEL,
 each number of a product is added up in one order, and tokens after the row's own have weight zero. So a token
@@ -16,6 +18,7 @@ that is computed again after a preemption, in another chunk, has the same KV. Se
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kernels.cpu_jit
+from kernels.attention.ref import PLAIN, Scoring
 from kernels.cpu_jit import amx
 from kernels.cpu_jit.llvm_intrinsics import (
     as_i32,
@@ -34,6 +38,7 @@ from kernels.cpu_jit.llvm_intrinsics import (
     f32_at,
     fast,
     fetch_add,
+    float_of,
     i64_at,
     narrow,
     offset_by,
@@ -42,7 +47,7 @@ from kernels.cpu_jit.llvm_intrinsics import (
     widen,
 )
 from kernels.cpu_jit.microkernel import microkernel
-from kernels.cpu_jit.thread_team import Call, Kernel, Number, team_size
+from kernels.cpu_jit.thread_team import Call, Kernel, Number, bits_of, team_size
 from kernels.cpu_jit.vectors import LANES, highest, prefetch, transpose, weigh
 
 ROWS = 192  # of a piece of a prompt, about: they share the transposition of the keys
@@ -371,6 +376,66 @@ def _soften_rows(
                     sums[i] *= factor
 
 
+@strict
+def _capped(score: Any, scale: Any, cap: Any) -> Any:
+    """cap * tanh(score * scale / cap)."""
+    return cap - (cap + cap) / (exp(np.float32(2.0) * score * scale / cap) + _ONE)
+
+
+@strict
+def _scored_row(scores: Any, weights: Any, first: int, end: int, padded: int, state: Any, by: Any) -> Any:
+    """As _soften, for the tokens from `first` to `end` of a panel. Whole lanes are written: those before
+    `first` and after `end` weigh nothing."""
+    lane, scale = first // LANES * LANES, by.scale
+    if by.cap > _ZERO:
+        scale = _ONE
+        for i in range(first, end):
+            scores[i] = _capped(scores[i], by.scale, by.cap)
+    for i in range(lane, first):
+        scores[i] = _LOWEST
+    of, to = offset_by(scores, lane), offset_by(weights, lane)
+    factor = _soften(of, to, end - lane, padded - lane, state, scale)
+    for i in range(first):
+        weights[i] = narrow(_ZERO, weights[0])
+    return factor
+
+
+@fast
+def _score_rows(
+    memory: Any, first: int, tokens: int, seen: int, here: int, padded: int, shared: int, dim: int, by: Any
+) -> None:
+    """As _soften_rows, where a token sees `by.window` tokens at most, and perhaps none of the panel."""
+    sums = memory.sums
+    for token in range(first, tokens):
+        begin, end = max(0, seen + token - by.window), min(here, seen + token)
+        for row in range(token * shared, (token + 1) * shared):
+            scores, weights = offset_by(memory.scores, row * padded), offset_by(memory.weights, row * padded)
+            if begin >= end:
+                for i in range(padded):
+                    weights[i] = narrow(_ZERO, weights[0])
+                continue
+            factor = _scored_row(scores, weights, begin, end, padded, offset_by(memory.states, 2 * row), by)
+            if factor != _ONE:
+                for i in range(row * dim, (row + 1) * dim):
+                    sums[i] *= factor
+
+
+@fast
+def _add_sinks(memory: Any, sinks: Any, tokens: int, shared: int, scale: Any) -> None:
+    """Add what the sinks of `shared` heads weigh to the sums of weights."""
+    for row in range(tokens * shared):
+        state = offset_by(memory.states, 2 * row)
+        state[1] += exp(sinks[row % shared] - state[0] * scale)
+
+
+class _By(NamedTuple):
+    """A Scoring in a kernel."""
+
+    window: int
+    scale: Any
+    cap: Any
+
+
 @fast
 def _finish(memory: Any, out: Any, tokens: int, stride: int, shared: int, dim: int) -> None:
     sums, states = memory.sums, memory.states
@@ -405,10 +470,18 @@ def _clear_tiles() -> None:
 
 
 def _attention(
-    memory_at: Any, multiply: Any, add_values: Any, of_a_lane: int, set_tile: Any, end: Any, stored_bytes: int
+    memory_at: Any,
+    multiply: Any,
+    add_values: Any,
+    of_a_lane: int,
+    set_tile: Any,
+    end: Any,
+    stored_bytes: int,
+    *,
+    scored: bool = False,
 ) -> Any:
     """The work of a kernel: see the top. Each thread takes the next piece. `stored_bytes`: of a number of
-    KV."""
+    KV; `scored`: with a Scoring."""
     group = LANES * of_a_lane  # tokens of a panel are computed in such groups
     cache_line = 64 // stored_bytes
 
@@ -432,7 +505,11 @@ def _attention(
                 _start(source, _of_head(memory, i, rows, dim), tokens, query_stride, shared, dim)
             keys = offset_by(kv, layer + head * dim)
             values = offset_by(keys, block_tokens * line)
-            for at in range(0, before + tokens, PANEL):
+            start = 0
+            if scored:
+                by = _By(p[18], float_of(np.int32(p[19])), float_of(np.int32(p[20])))
+                start = max(0, before + 1 - by.window) // PANEL * PANEL
+            for at in range(start, before + tokens, PANEL):
                 here = min(PANEL, before + tokens - at)
                 padded = (here + group - 1) // group * group
                 _find(table, at, here, padded, block_tokens, block_stride, line, memory.offsets)
@@ -446,13 +523,21 @@ def _attention(
                     _pack_keys(offset_by(keys, i * dim), own.offsets, padded, dim, own.keys, of_a_lane)
                     of, scores = offset_by(own.queries, skip * dim), offset_by(own.scores, skip * padded)
                     multiply(of, dim, dim, own.keys, padded, scores, rows - skip, padded, tile)
-                    _soften_rows(own, first, tokens, before + 1 - at, here, padded, shared, dim)
+                    if scored:
+                        _score_rows(own, first, tokens, before + 1 - at, here, padded, shared, dim, by)
+                    else:
+                        _soften_rows(own, first, tokens, before + 1 - at, here, padded, shared, dim)
                     weights, sums = offset_by(own.weights, skip * padded), offset_by(own.sums, skip * dim)
                     of_values = offset_by(values, i * dim)
                     add_values(weights, of_values, own, line, here, padded, dim, sums, rows - skip, tile)
             for i in range(heads):
+                own = _of_head(memory, i, rows, dim)
                 to = offset_by(out, (row * kv_heads + head + i) * width)
-                _finish(_of_head(memory, i, rows, dim), to, tokens, kv_heads * width, shared, dim)
+                if scored:  # noqa: SIM102 - what is known when this is compiled is a condition of its own
+                    if p[21] != 0:
+                        sinks = offset_by(f32_at(p[21]), (head + i) * shared)
+                        _add_sinks(own, sinks, tokens, shared, _ONE if by.cap > _ZERO else by.scale)
+                _finish(own, to, tokens, kv_heads * width, shared, dim)
         end()
 
     return attend
@@ -462,10 +547,16 @@ _multiply, _add_product = _by_vectors(False), _by_vectors(True)
 _floats, _pairs = _memory(f32_at, apart=False), _memory(bf16_at, apart=True)
 _add_floats, _add_widened = (wrap(_pack_values, _add_product) for wrap in (_in_place, _after_packing))
 _add_pairs = _after_packing(_pack_value_pairs, _by_tiles(True))
-_of_floats = _attention(_floats, _multiply, _add_floats, 1, _no_tile, _nothing, 4)
-_by_widening = _attention(_floats, _multiply, _add_widened, 1, _no_tile, _nothing, 2)
-_of_halves = _attention(_floats, _multiply, _add_floats, 1, _no_tile, _nothing, 2)
-_in_pairs = _attention(_pairs, _by_tiles(False), _add_pairs, 2, _set_tile, _clear_tiles, 2)
+_PARTS = {  # by the kernel: what _attention takes
+    "floats": (_floats, _multiply, _add_floats, 1, _no_tile, _nothing, 4),
+    "widening": (_floats, _multiply, _add_widened, 1, _no_tile, _nothing, 2),
+    "halves": (_floats, _multiply, _add_floats, 1, _no_tile, _nothing, 2),
+    "pairs": (_pairs, _by_tiles(False), _add_pairs, 2, _set_tile, _clear_tiles, 2),
+}
+_of_floats, _by_widening, _of_halves, _in_pairs = (_attention(*parts) for parts in _PARTS.values())
+_scored_floats, _scored_widening, _scored_halves, _scored_pairs = (
+    _attention(*parts, scored=True) for parts in _PARTS.values()
+)
 
 
 def _f32(p: Any) -> None:
@@ -484,10 +575,28 @@ def _f16(p: Any) -> None:
     _of_halves(f32_at(p[2]), f16_at(p[3]), f32_at(p[4]), p)
 
 
+def _scored_f32(p: Any) -> None:
+    _scored_floats(f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), p)
+
+
+def _scored_bf16(p: Any) -> None:
+    _scored_widening(bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), p)
+
+
+def _scored_bf16_in_tiles(p: Any) -> None:
+    _scored_pairs(bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), p)
+
+
+def _scored_f16(p: Any) -> None:
+    _scored_halves(f32_at(p[2]), f16_at(p[3]), f32_at(p[4]), p)
+
+
 _KERNELS = {torch.float32: Kernel(_f32), torch.bfloat16: Kernel(_bf16)}  # by the dtype of KV
+_SCORED = {torch.float32: Kernel(_scored_f32), torch.bfloat16: Kernel(_scored_bf16)}
 if kernels.cpu_jit.has("f16c"):
-    _KERNELS[torch.float16] = Kernel(_f16)
-_TILES = Kernel(_bf16_in_tiles)
+    _KERNELS[torch.float16], _SCORED[torch.float16] = Kernel(_f16), Kernel(_scored_f16)
+_TILES, _SCORED_TILES = Kernel(_bf16_in_tiles), Kernel(_scored_bf16_in_tiles)
+_EVERY = 1 << 40  # a window of more tokens than any sequence has
 
 
 def can_attend(kv: Tensor, dtype: torch.dtype) -> bool:
@@ -496,16 +605,35 @@ def can_attend(kv: Tensor, dtype: torch.dtype) -> bool:
     return kv.dtype in _KERNELS and dtype == wanted and kv.shape[-1] % LANES == 0
 
 
-def attend(query: Tensor, kv: Tensor, layer: int, sequences: Sequences) -> Tensor:
+def attend(query: Tensor, kv: Tensor, layer: int, sequences: Sequences, scoring: Scoring = PLAIN) -> Tensor:
     """Each token row over its context, its own token included. `query` `[rows, heads, head_dim]` of the dtype
     of `kv`, or float32 over float16, with any stride between rows. Returns the shape of `query`."""
     out = query.new_empty(query.shape)
-    attention_call(query, kv, layer * kv.stride(1), sequences, out).run()
+    numbers = scoring_numbers([scoring], query.shape[2]) if scoring != PLAIN else ()
+    attention_call(query, kv, layer * kv.stride(1), sequences, out, [int(each[0]) for each in numbers]).run()
     return out
 
 
-def attention_call(query: Tensor, kv: Tensor, layer: Number, sequences: Sequences, out: Tensor) -> Call:
-    """See attend; `layer` is the layer's offset in a block, in numbers."""
+def scoring_numbers(scorings: Sequence[Scoring], dim: int) -> tuple[NDArray[np.int64], ...]:
+    """What attention_call takes of a Scoring of each layer, which keeps the memory of its sinks."""
+    columns = [
+        (each.window or _EVERY, bits_of(each.scale or dim**-0.5), bits_of(each.cap),
+         0 if each.sinks is None else each.sinks.data_ptr())
+        for each in scorings
+    ]  # fmt: skip
+    return tuple(np.array(column, np.int64) for column in zip(*columns, strict=True))
+
+
+def attention_call(
+    query: Tensor,
+    kv: Tensor,
+    layer: Number,
+    sequences: Sequences,
+    out: Tensor,
+    scoring: Iterable[Number] = (),
+) -> Call:
+    """See attend; `layer` is the layer's offset in a block, in numbers; `scoring`: of scoring_numbers, empty
+    for PLAIN."""
     _, heads, dim = query.shape
     _, _, _, block_tokens, kv_heads, _ = kv.shape
     shared, tables = heads // kv_heads, sequences.tables
@@ -517,6 +645,10 @@ def attention_call(query: Tensor, kv: Tensor, layer: Number, sequences: Sequence
     addresses = [each.data_ptr() for each in (query, kv, out, scratch)]
     sizes = len(pieces), shared, kv_heads, query.stride(0), tables.shape[1], block_tokens, kv.stride(0)
     in_tiles = kv.dtype == torch.bfloat16 and dim % amx.COLUMNS == 0 and amx.usable()
-    kernel = _TILES if in_tiles else _KERNELS[kv.dtype]
-    numbers = (0, *addresses, tables.ctypes.data, pieces.ctypes.data, *sizes, layer, dim, room)
+    scoring = tuple(scoring)
+    if scoring:
+        kernel = _SCORED_TILES if in_tiles else _SCORED[kv.dtype]
+    else:
+        kernel = _TILES if in_tiles else _KERNELS[kv.dtype]
+    numbers = (0, *addresses, tables.ctypes.data, pieces.ctypes.data, *sizes, layer, dim, room, *scoring)
     return Call(kernel, len(pieces), numbers, scratch, counters=1)

@@ -28,9 +28,11 @@ from kernels.cpu_jit.llvm_intrinsics import (
 )
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, bits_of
 from kernels.cpu_jit.vectors import LANES, rotate_lanes
+from kernels.elementwise.ref import swiglu_by_row
 
 _ROWS = 4  # of a piece of work
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+_TWO_ROOTS, _CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)  # 2 * sqrt(2 / pi)
 _LEAST = np.float32(-88.0)  # below it the gate is zero: `exp` stops growing at 88, the gate's value would not
 
 
@@ -81,18 +83,38 @@ def norm_call(x: Tensor, residual: Tensor, weight: Number, eps: float, out: Tens
 
 
 @fast
-def _swiglu_rows(gate_up: Any, out: Any, rows: int, width: int, p: Any) -> None:
-    while True:
-        first = fetch_add(p) * _ROWS
-        if first >= rows:
-            return
-        for row in range(first, min(first + _ROWS, rows)):
-            gate, to = 2 * row * width, row * width
-            up = gate + width
-            for i in range(width):
-                value = widen(gate_up[gate + i])
-                silu = value / (_ONE + exp(-value)) if value > _LEAST else value * _ZERO
-                out[to + i] = narrow(silu * widen(gate_up[up + i]), out[0])
+def _silu(value: Any) -> Any:
+    return value
+
+
+@fast
+def _gelu(value: Any) -> Any:
+    """tanh(y) is 1 - 2 / (1 + e^2y), so (1 + tanh(y)) / 2 is 1 / (1 + e^-2y)."""
+    return _TWO_ROOTS * (value + _CUBIC * value * value * value)
+
+
+def _gate_rows(inner: Any) -> Any:
+    """The rows of `gate * sigmoid(inner(gate)) * up`."""
+
+    @fast
+    def rows_of(gate_up: Any, out: Any, rows: int, width: int, p: Any) -> None:
+        while True:
+            first = fetch_add(p) * _ROWS
+            if first >= rows:
+                return
+            for row in range(first, min(first + _ROWS, rows)):
+                gate, to = 2 * row * width, row * width
+                up = gate + width
+                for i in range(width):
+                    value = widen(gate_up[gate + i])
+                    y = inner(value)
+                    act = value / (_ONE + exp(-y)) if y > _LEAST else value * _ZERO
+                    out[to + i] = narrow(act * widen(gate_up[up + i]), out[0])
+
+    return rows_of
+
+
+_swiglu_rows, _geglu_rows = _gate_rows(_silu), _gate_rows(_gelu)
 
 
 def _swiglu_bf16(p: Any) -> None:
@@ -103,20 +125,33 @@ def _swiglu_f32(p: Any) -> None:
     _swiglu_rows(f32_at(p[1]), f32_at(p[2]), p[3], p[4], p)
 
 
-_SWIGLU = {torch.bfloat16: Kernel(_swiglu_bf16), torch.float32: Kernel(_swiglu_f32)}
+def _geglu_bf16(p: Any) -> None:
+    _geglu_rows(bf16_at(p[1]), bf16_at(p[2]), p[3], p[4], p)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[tokens, 2 * width]`, gate first, contiguous: `[tokens, width]`."""
+def _geglu_f32(p: Any) -> None:
+    _geglu_rows(f32_at(p[1]), f32_at(p[2]), p[3], p[4], p)
+
+
+GATES = {
+    "silu": {torch.bfloat16: Kernel(_swiglu_bf16), torch.float32: Kernel(_swiglu_f32)},
+    "gelu_tanh": {torch.bfloat16: Kernel(_geglu_bf16), torch.float32: Kernel(_geglu_f32)},
+}
+
+
+def swiglu(gate_up: Tensor, act: str = "silu") -> Tensor:
+    """`act(gate) * up` of `[tokens, 2 * width]`, gate first, contiguous: `[tokens, width]`."""
+    if act not in GATES:
+        return swiglu_by_row(gate_up, act)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    swiglu_call(gate_up, out).run()
+    swiglu_call(gate_up, out, act).run()
     return out
 
 
-def swiglu_call(gate_up: Tensor, out: Tensor) -> Call:
-    """See swiglu."""
+def swiglu_call(gate_up: Tensor, out: Tensor, act: str = "silu") -> Call:
+    """See swiglu; `act` is `silu` or `gelu_tanh`."""
     rows, width = out.shape
-    return Call(_SWIGLU[out.dtype], -(-rows // _ROWS), (gate_up.data_ptr(), out.data_ptr(), rows, width))
+    return Call(GATES[act][out.dtype], -(-rows // _ROWS), (gate_up.data_ptr(), out.data_ptr(), rows, width))
 
 
 @fast
@@ -179,12 +214,12 @@ def rotate_and_write(x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, head
     `[tokens, 2, head_dim]` float32, and store keys and values at `rows` `[K|V, tokens]` int64 of `write_kv`
     in `kv`, of the dtype of `x`, or float16 for float32. Returns the queries `[tokens, heads, head_dim]`: a
     view of `x`, which is overwritten."""
-    rotation_call(x, rotation, kv, rows.data_ptr(), heads).run()
+    rotation_call(x, rotation.data_ptr(), kv, rows.data_ptr(), heads).run()
     return x[:, :heads]
 
 
-def rotation_call(x: Tensor, rotation: Tensor, kv: Tensor, rows: Number, heads: int) -> Call:
-    """See rotate_and_write; `rows` is an address."""
+def rotation_call(x: Tensor, rotation: Number, kv: Tensor, rows: Number, heads: int) -> Call:
+    """See rotate_and_write; `rotation` and `rows` are addresses."""
     tokens, every, dim = x.shape
-    addresses = (x.data_ptr(), rotation.data_ptr(), kv.data_ptr(), rows)
+    addresses = (x.data_ptr(), rotation, kv.data_ptr(), rows)
     return Call(_ROPE[kv.dtype], -(-tokens // _ROWS), (*addresses, tokens, heads, (every - heads) // 2, dim))

@@ -37,18 +37,45 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[tokens, 2 * width]`, gate first: `[tokens, width]`."""
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last dimension, in float32 (Ba et al.
+    2016, arXiv:1607.06450). `weight` may have the shape of the last two dimensions."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
+
+
+def swiglu(gate_up: Tensor, act: str = "silu") -> Tensor:
+    """`act(gate) * up` of `[tokens, 2 * width]`, gate first: `[tokens, width]`."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    if act == "clamped":
+        return clamped_swiglu(gate, up)
+    return activate(gate, act).mul_(up)
 
 
-def swiglu_by_row(gate_up: Tensor) -> Tensor:
+def activate(x: Tensor, act: str) -> Tensor:
+    """`act(x)`: `silu`, or `gelu_tanh` (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh") if act == "gelu_tanh" else F.silu(x)
+
+
+CLAMP, SHARPNESS = 7.0, 1.702
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`g * sigmoid(1.702 g) * (u + 1)`, g up to 7 and u from -7 to 7, as in gpt-oss (arXiv:2508.10925)."""
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return (up + 1) * (gate * torch.sigmoid(gate * SHARPNESS))
+
+
+def swiglu_by_row(gate_up: Tensor, act: str = "silu") -> Tensor:
     """The same, one row at a time: a row's bits do not depend on the other rows.
 
     The exponentials of the vector body and of the scalar tail of an eager op differ in the last bit, and the
     start of the tail depends on the number of rows and threads.
     """
+    if act != "silu":
+        return torch.cat([swiglu(row, act) for row in gate_up.split(1)])
     gate, up = gate_up.chunk(2, -1)
     return torch.stack([F.silu(row) for row in gate.unbind(0)]) * up
 

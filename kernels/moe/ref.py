@@ -38,6 +38,31 @@ def route(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Ten
     return weights, experts.int()
 
 
+def route_of_chosen(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same, where the weights are a softmax of the chosen experts' logits alone (gpt-oss)."""
+    chosen, experts = logits.float().topk(count, -1)
+    return chosen.softmax(-1), experts.int()
+
+
+def route_by_sigmoid(
+    logits: Tensor, count: int, bias: Tensor, groups: int, top_groups: int, scale: float, *, renormalise: bool
+) -> tuple[Tensor, Tensor]:
+    """The same by sigmoids: `bias` `[experts]` is added to choose, not to weigh, and the experts of the
+    `top_groups` of `groups` with the best two of a group together are looked at (DeepSeek-V3,
+    arXiv:2412.19437)."""
+    scores = logits.float().sigmoid()
+    by_group = (scores + bias.float()).view(len(logits), groups, -1)
+    best = by_group.topk(2, -1)[0].sum(-1).topk(top_groups, -1)[1]
+    out = torch.ones_like(by_group, dtype=torch.bool).scatter_(
+        1, best[..., None].expand(-1, -1, by_group.shape[2]), False
+    )
+    experts = by_group.masked_fill(out, -torch.inf).flatten(1).topk(count, -1)[1]
+    weights = scores.gather(1, experts)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, experts.int()
+
+
 def permute(experts: Tensor, first: int, count: int) -> Permutation:
     """Sort the pairs of `experts` `[tokens, k]` with the experts `first` to `first + count`."""
     flat = experts.flatten().long() - first
@@ -68,12 +93,21 @@ def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
     return (rows * weights[..., None]).sum(1).to(y.dtype)
 
 
-def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, bounds: Tensor) -> Tensor:
+def experts_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    bounds: Tensor,
+    act: str = "silu",
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
     """Each expert's MLP of its rows of `x` `[pairs, hidden]`, in the dtype of `x`; rows after the last bound
-    are undefined. `gate_up` is `[experts, 2 * width, hidden]`, `down` `[experts, hidden, width]`."""
-    out = torch.empty_like(x)
+    are undefined. `gate_up` is `[experts, 2 * width, hidden]`, `down` `[experts, hidden, width]`; `biases` of
+    both, `[experts, out]`."""
+    out, dtype = torch.empty_like(x), x.dtype
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
         if end > begin:
-            gated = swiglu(F.linear(x[begin:end], gate_up[expert].to(x.dtype)))
-            out[begin:end] = F.linear(gated, down[expert].to(x.dtype))
+            first, second = (None if bias is None else bias[expert].to(dtype) for bias in biases)
+            gated = swiglu(F.linear(x[begin:end], gate_up[expert].to(dtype), first), act)
+            out[begin:end] = F.linear(gated, down[expert].to(dtype), second)
     return out

@@ -21,11 +21,9 @@ import mmap
 import os
 import re
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -622,34 +620,6 @@ def trial_plan(
         table_counts=messages.ints(blocks[slot] for slot in tables),
         table_blocks=messages.ints(range(sum(blocks))),
     )
-
-
-class HostSegmentTimer:
-    """Times of one step's micro-batches, for traces: their compute, and their collectives under it. Each lane
-    may be timed on its own thread. Only the first MAX_SEGMENTS are kept: a step of a deep model has hundreds,
-    and the layers are alike."""
-
-    def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._now_ns = now_ns
-        self._began_ns = now_ns()
-        self._recorded: list[tuple[int, int, int]] = []
-
-    @contextmanager
-    def segment(self, lane: int) -> Iterator[None]:
-        """Time the body of this context."""
-        began_ns = self._now_ns()
-        try:
-            yield
-        finally:
-            self._recorded.append((lane, began_ns, self._now_ns()))
-
-    def segments(self) -> tuple[Segment, ...]:
-        """The first segments, in the order of their starts."""
-        first = sorted(self._recorded, key=lambda timed: timed[1])[:MAX_SEGMENTS]
-        return tuple(
-            Segment(lane, (began - self._began_ns) // 1000, (ended - began) // 1000)
-            for lane, began, ended in first
-        )
 
 
 SHM = Path("/dev/shm")

@@ -5,7 +5,7 @@
     core.due_us()                                  # when it needs a Ticked; None: not before another event
 
 Events (`events.py`): `Arrived(source, epoch, message, trace)` for KvLookup, KvReserve, KvCommit, KvPrefetch,
-KvRelease, KvForget, KvTouch and ArenaReleased; `Restarted(source)` before the first message of a new incarnation;
+KvRelease, KvForget, KvTouch and ArenaReleased; `Restarted(source)` before an incarnation's first message;
 `PeerSeen(source, epoch)` and `PeerLost(source)` for executors and schedulers; `L2Ended(call, status, …)`
 once for each L2 command, unless it was abandoned; `Ticked()`. With `peers` also what peers/book.py reads:
 messages of other kv_offloads, `PeersChanged`, `PeerSummed`, `PeerReadEnded`.

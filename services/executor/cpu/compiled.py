@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu_jit.attention import Sequences, attend, attention_call, can_attend
+from kernels.attention import PLAIN, Scoring
+from kernels.cpu_jit.attention import Sequences, attend, attention_call, can_attend, scoring_numbers
 from kernels.cpu_jit.batched_launch import Launch
 from kernels.cpu_jit.packed_weights import PackedMatrix, PackedProduct
 from kernels.cpu_jit.rowwise import (
+    GATES,
     add_rms_norm,
     norm_call,
     rotate_and_write,
@@ -55,8 +57,8 @@ class CompiledOperators:
     rotate_and_write, at_once = staticmethod(rotate_and_write), staticmethod(at_once)
     can_attend = staticmethod(can_attend)
 
-    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
-        attended = attend(query, kv, layer, batch.sequences)
+    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch, scoring: Scoring) -> Tensor:
+        attended = attend(query, kv, layer, batch.sequences, scoring)
         if batch.padding:
             attended[-batch.padding :] = 0  # no kernel wrote there
         return attended
@@ -190,16 +192,23 @@ def _norms(steps: Sequence[AddNorm]) -> _Operation:
     return add
 
 
-def _gates(steps: Sequence[Gated]) -> _Operation:
+def _gates(steps: Sequence[Gated]) -> _Operation | None:
+    act = steps[0].act
+    if act not in GATES:
+        return None
+
     def add(to: _Pass) -> None:
         x, to.x = to.x, to.other(to.x.shape[1] // 2)
-        to.add([swiglu_call(x, to.x)])
+        to.add([swiglu_call(x, to.x, act)])
 
     return add
 
 
 def _attention(steps: Sequence[Attend]) -> _Operation:
     op = steps[0].op
+    plain = all(step.scoring is PLAIN for step in steps)
+    scoring = () if plain else scoring_numbers([step.scoring for step in steps], op.dim)
+    tables = [step.table for step in steps]
 
     def add(to: _Pass) -> None:
         each, to.x = to.x.view(len(to.x), -1, op.dim), to.other(op.heads * op.dim)
@@ -209,8 +218,11 @@ def _attention(steps: Sequence[Attend]) -> _Operation:
         def calls(values: StepValues) -> tuple[Call, Call]:  # without `to`: a cycle would keep its memory
             batch, kv = values.batch, values.kv
             rows = batch.rows.data_ptr() + order * batch.rows[0].nbytes
-            rotation = rotation_call(each, values.rotation, kv, rows, op.heads)
-            return rotation, attention_call(query, kv, order * kv.stride(1), batch.sequences, attended)
+            turns = [table.data_ptr() for table in values.rotations]
+            turn = turns[0] if len(turns) == 1 else np.array([turns[table] for table in tables], np.int64)
+            rotation = rotation_call(each, turn, kv, rows, op.heads)
+            layer = order * kv.stride(1)
+            return rotation, attention_call(query, kv, layer, batch.sequences, attended, scoring)
 
         to.add_inputs(calls)
 

@@ -1,6 +1,6 @@
 """The torch engine implements Backend: it joins weights, paged KV, slots, forward pass and sampler.
 
-services/executor/actor.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
+services/executor/build.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
 reference for the CUDA engine.
 
 The forward pass on a CPU: the embedding, the steps of a model's description, the head of the sampled rows.
@@ -27,10 +27,8 @@ from torch import Tensor
 
 import kernels.cpu_jit
 from kernels.attention import FP8
-from kernels.elementwise import rope_table
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.checkpoint.loader import Loaded, TorchOptions, device_of, grammars_of, info_of, load
-from services.executor.checkpoint.stored import Dense
 from services.executor.checkpoint.weights import gathered_logits
 from services.executor.cpu.batch import Batch, BatchBuilder, Slots
 from services.executor.cpu.layers import Operators, StepValues, TorchOperators, table
@@ -41,7 +39,6 @@ from services.executor.engine import (
     BackendInfo,
     Copier,
     Drafts,
-    HostSegmentTimer,
     Pending,
     Speculation,
     StepOutput,
@@ -52,8 +49,17 @@ from services.executor.engine import (
 )
 from services.executor.kv_transfer.copiers import CudaCopier, HostCopier
 from services.executor.model.description import describe
-from services.executor.model.program import REFERENCE, Step, placed, run, steps_of
-from services.executor.parallel.coroutines import CommThread, ForwardPass, run_alone
+from services.executor.model.program import (
+    REFERENCE,
+    Step,
+    embedded,
+    placed,
+    rotations,
+    run,
+    shaped,
+    steps_of,
+)
+from services.executor.parallel.coroutines import CommThread, ForwardPass, HostSegmentTimer, run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.grammar import GRAMMARS, HostRows
@@ -347,7 +353,7 @@ class Model:
         self._head = None
         if stage.last:
             self._head = products.linear(weights.head, dtype=torch.float32, sensitive=True)
-        operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm))
+        operations = placed(describe(shapes), weights.layers, weights.norms)
         takes = table(products, operators, deterministic=deterministic, adapters=adapters)
         self._steps = steps_of(operations, takes, REFERENCE)
         self._at_once: Step | None = None  # all steps but the first norm in one call, if the kernels can
@@ -358,8 +364,7 @@ class Model:
         self._embedding = weights.embedding.for_rows()
         self._deterministic = deterministic
         self._products = products
-        frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, loaded.context, shapes.rope_gain).to(device)
+        self._rotations = rotations(shapes, loaded.context, device)
 
     def compile_products(self, most_rows: int) -> None:
         """Compile the kernels of the products for up to `most_rows` rows, so that no step waits for them."""
@@ -374,7 +379,9 @@ class Model:
             self._stage.send(values.residual.clone())  # while it is sent, the next step overwrites it
             return None, None
         found = x[batch.sampled]
-        return self._logits(found) if values.logits is None else values.logits, found
+        if values.logits is None:
+            return self._logits(found), found
+        return shaped(values.logits, self._shapes), found
 
     def forward_micro_batches(
         self, micro_batches: Sequence[Batch], order: Tensor, kv: Tensor, run_interleaved: RunInterleaved
@@ -387,11 +394,13 @@ class Model:
 
     def _inputs(self, batch: Batch, kv: Tensor) -> StepValues:
         """The embedding of the tokens, or what the stage before has computed."""
+        shapes = self._shapes
         if self._stage.first:
-            residual = self._embedding.rows(batch.ids).values
+            residual = embedded(self._embedding.rows(batch.ids).values, shapes)
         else:
-            residual = self._stage.receive(self._like.new_empty(len(batch.ids), self._shapes.hidden))
-        return StepValues(residual, residual, self._rotations[batch.positions], batch, kv)
+            residual = self._stage.receive(self._like.new_empty(len(batch.ids), shapes.hidden))
+        turns = [table[batch.positions] for table in self._rotations]
+        return StepValues(residual, residual, turns, batch, kv)
 
     def _layers(self, values: StepValues) -> ForwardPass:
         """The head's input for all rows."""
@@ -407,7 +416,8 @@ class Model:
         samples = len(chosen)
         if self._deterministic:
             chosen = F.pad(chosen, (0, 0, 0, -samples % ROW_TILE))
-        return gathered_logits(self._head(chosen)[:samples], self._shapes.vocab, self._ranks).float()
+        found = gathered_logits(self._head(chosen)[:samples], self._shapes.vocab, self._ranks).float()
+        return shaped(found, self._shapes)
 
 
 def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:

@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import attend_decode, attend_prefill, write_kv
+from kernels.attention import Scoring, attend_decode, attend_prefill, write_kv
 from kernels.elementwise import add_rms_norm, apply_rope, swiglu, swiglu_by_row
-from kernels.moe import route
 from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.batch import Batch, MakeSequences
 from services.executor.cpu.linear import ROW_TILE, Linear, Products
 from services.executor.model import description
-from services.executor.model.program import REFERENCE, Placed, Step, Table, Values
+from services.executor.model.program import REFERENCE, Placed, Step, Table, Values, routed, scoring_of
 
 
 @dataclass(slots=True)
@@ -28,9 +27,10 @@ class StepValues:
 
     x: Tensor
     residual: Tensor
-    rotation: Tensor
+    rotations: Sequence[Tensor]  # of the step's positions, by table (Shapes.rope_tables)
     batch: Batch
     kv: Tensor
+    kept: Tensor | None = None
     logits: Tensor | None = None  # of all rows, where the layers' call computes them, too
 
 
@@ -46,13 +46,13 @@ class Operators(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """May put the sum into `residual`."""
 
-    def swiglu(self, gate_up: Tensor) -> Tensor: ...
+    def swiglu(self, gate_up: Tensor, act: str = ...) -> Tensor: ...
 
     def rotate_and_write(self, x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
         """Rotate the queries and keys of `x` `[tokens, heads + 2 * kv_heads, head_dim]` (queries, keys,
         values), store keys and values at `rows` `[K|V, tokens]` as `write_kv`, and return the queries."""
 
-    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch, scoring: Scoring) -> Tensor:
         """Attention of every token row of a batch: the shape of `query`."""
 
     def at_once(self, steps: Sequence[Step], layers: int, head: Linear | None) -> Step | None:
@@ -75,14 +75,14 @@ class TorchOperators:
         write_kv(kv, rows, key, x[:, heads + kv_heads :])
         return query
 
-    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch, scoring: Scoring) -> Tensor:
         segments = []  # of every token row, in order: decode groups, chunks, zeros for padding
         for group in batch.decode:
             rows = query[group.first : group.first + len(group.tables)]
-            segments.append(attend_decode(rows, kv, layer, group.tables, group.mask))
+            segments.append(attend_decode(rows, kv, layer, group.tables, group.mask, scoring))
         for chunk in batch.prefill:
             rows = query[chunk.first : chunk.first + chunk.count]
-            segments.append(attend_prefill(rows, kv, layer, chunk.table, chunk.mask))
+            segments.append(attend_prefill(rows, kv, layer, chunk.table, chunk.mask, scoring))
         if batch.padding:
             segments.append(query.new_zeros(batch.padding, *query.shape[1:]))
         return segments[0] if len(segments) == 1 else torch.cat(segments)
@@ -94,6 +94,13 @@ class TorchOperators:
 # The matrices, beside the head, whose inputs keep 16 bits with `packed8`: two fifths of a layer's work, and
 # most of the error (docs/guides/accuracy.md). A few inputs of `down` are far larger than their neighbours.
 _SENSITIVE = ("qkv", "down")
+
+
+# What torch computes as fast, or seldom.
+_IN_TORCH = (
+    description.Norm, description.HeadNorm, description.PostNorm, description.Residual,
+    description.Activation, description.Keep, description.Join, description.Add,
+)  # fmt: skip
 
 
 def table(products: Products, operators: Operators, *, deterministic: bool, adapters: Any = None) -> Table:
@@ -108,23 +115,23 @@ def table(products: Products, operators: Operators, *, deterministic: bool, adap
         linear = products.linear(placed.weights[name], added, sensitive=name in _SENSITIVE)
         return Product(linear, adapted, placed.layer)
 
-    def add_norm(add: Placed, norm: Placed) -> AddNorm:
+    def add_norm(add: Placed, norm: Placed) -> AddNorm | None:
+        if add.op.scale != 1.0 or norm.op.centred:
+            return None
         return AddNorm(operators, norm.dense(norm.op.weight), norm.op.eps)
 
     def attention(rope: Placed, attention: Placed) -> Attend:
-        return Attend(operators, attention.op, attention.layer)
+        return Attend(operators, attention.op, attention.layer, rope.op.table, scoring_of(attention))
 
     def experts(placed: Placed) -> _Experts:
         return _Experts(placed, products, operators, ROW_TILE if deterministic else 1)
 
     return {
-        (description.Norm,): REFERENCE[description.Norm,],
         (description.Projection,): projection,
-        (description.HeadNorm,): REFERENCE[description.HeadNorm,],
         (description.Rope, description.Attention): attention,
-        (description.Gate,): lambda placed: Gated(operators),
+        (description.Gate,): lambda placed: Gated(operators, placed.op.act),
         (description.Experts,): experts,
-        (description.Add,): REFERENCE[description.Add,],
+        **{(kind,): REFERENCE[kind,] for kind in _IN_TORCH},
         (description.Add, description.Norm): add_norm,
     }
 
@@ -158,9 +165,10 @@ class AddNorm:
 @dataclass(frozen=True, slots=True)
 class Gated:
     operators: Operators
+    act: str = description.SILU
 
     def __call__(self, values: Values) -> None:
-        values.x = self.operators.swiglu(values.x)
+        values.x = self.operators.swiglu(values.x, self.act)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +178,15 @@ class Attend:
     operators: Operators
     op: Any  # Attention
     layer: int
+    table: int
+    scoring: Scoring
 
     def __call__(self, values: StepValues) -> None:
         tokens, batch, kv, layer = len(values.x), values.batch, values.kv, self.layer
         each = values.x.view(tokens, -1, self.op.dim)
         rows = batch.rows[layer]
-        query = self.operators.rotate_and_write(each, values.rotation, kv, rows, self.op.heads)
-        values.x = self.operators.attend(query, kv, layer, batch).view(tokens, -1)
+        query = self.operators.rotate_and_write(each, values.rotations[self.table], kv, rows, self.op.heads)
+        values.x = self.operators.attend(query, kv, layer, batch, self.scoring).reshape(tokens, -1)
 
 
 class _Experts:
@@ -186,23 +196,26 @@ class _Experts:
     def __init__(self, placed: Placed, products: Products, operators: Operators, tile: int) -> None:
         """Rows are padded to multiples of `tile`."""
         self._op, self._gate, self._tile = placed.op, operators.swiglu, tile
-        self._router = products.linear(placed.weights[placed.op.router.name])
-        self._experts = [
-            (products.linear(Dense.of(gate_up)), products.linear(Dense.of(down)))
-            for gate_up, down in zip(
-                placed.dense(placed.op.gate_up), placed.dense(placed.op.down), strict=True
-            )
-        ]
+        op, count = placed.op, len(placed.dense(placed.op.gate_up))
+        self._router = products.linear(placed.weights[op.router.name])
+        self._router_bias = placed.maybe(op.router_bias, torch.float32)
+
+        def linears(weight: Any, bias: Any) -> list[Linear]:
+            biases = [None] * count if bias is None else list(placed.dense(bias))
+            return list(map(products.linear, map(Dense.of, placed.dense(weight)), biases))
+
+        first, second = linears(op.gate_up, op.gate_up_bias), linears(op.down, op.down_bias)
+        self._experts = list(zip(first, second, strict=True))
 
     def __call__(self, values: Values) -> None:
         x, op = values.x, self._op
-        weights, chosen = route(self._router(x), op.per_token, renormalise=op.renormalise)
+        weights, chosen = routed(op, self._router(x).float(), self._router_bias)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         here = range(op.first, op.first + len(self._experts))
         for expert in sorted({*chosen.flatten().tolist()}.intersection(here)):
             rows, slots = (chosen == expert).nonzero(as_tuple=True)
             padded = F.pad(x[rows], (0, 0, 0, -len(rows) % self._tile))
             gate_up, down = self._experts[expert - op.first]
-            found = down(self._gate(gate_up(padded)))[: len(rows)].float()
+            found = down(self._gate(gate_up(padded), op.act))[: len(rows)].float()
             out[rows] += found * weights[rows, slots, None]
         values.x = out.to(x.dtype)

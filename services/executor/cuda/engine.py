@@ -8,7 +8,7 @@ A row with a grammar has a mask, which the kernel reads: see engine.py.
 A step that has a row with penalties, bias, processors or log probabilities is sampled outside the graph, all
 its rows: torch does what the kernel does not take, the kernel chooses, and the next step waits. With several
 GPUs this holds for grammars, too: only one of them has the masks. Such a step has no drafts.
-services/executor/actor.py builds it for one rank, group/ for several.
+services/executor/build.py builds it for one rank, group/ for several.
 
 `DeviceStorage` takes the memory of tensors off the device and puts it back; the CUDA engine sleeps by it.
 
@@ -62,7 +62,7 @@ from services.executor.cuda.input_batch import (
     can_have_drafts,
 )
 from services.executor.cuda.kernel_configs import Computed, choices, tuning_for
-from services.executor.cuda.model import CudaModel
+from services.executor.cuda.optioned import model_of
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -111,6 +111,7 @@ class CudaBackend:
             device=properties.name, head_dim=shapes.head_dim, block_tokens=cache.block_tokens,
             ranks=ranks.size, wide=cache.activations == torch.float32,
             fp8_kv=cache.tensor.dtype == FP8, deterministic=options.deterministic, kept_in=loaded.kept_in,
+            options=shapes.has_options,
         )  # fmt: skip
         tuning = tuning_for(computed)
         log.info("kernels on %s, torch %s, Triton %s", properties.name, torch.__version__, triton.__version__)
@@ -141,7 +142,7 @@ class CudaBackend:
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context,
             device, shapes.vocab, drafts=drafts,
         )  # fmt: skip
-        model = CudaModel(loaded, works, tuning, options.slots)
+        model = model_of(loaded, works, tuning, options.slots)
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)

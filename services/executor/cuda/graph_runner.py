@@ -14,6 +14,8 @@ same graphs as without drafts.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,10 +35,13 @@ from services.executor.cuda.comm_overlap import (
     TimestampSegmentTimer,
     TwoStreams,
 )
+from services.executor.cuda.compile_ahead import compile_ahead
 from services.executor.cuda.kernel_configs import DeviceTuning
 from services.executor.cuda.model import CudaModel, ForwardStep
 from services.executor.engine import MAX_SEGMENTS, Segment
 from services.executor.parallel.step_split import CUT_TOKENS
+
+log = logging.getLogger("headrace.executor")
 
 # Not 224, 448, 576 or 896: the library is slower there than at the next bucket (448 rows: 13.0 ms, 512: 9.5).
 _ROW_BUCKETS = (
@@ -115,6 +120,7 @@ class GraphRunner:
         self._turn = 0
         self._graphs: dict[tuple[str, int, int], CUDAGraph] = {}
         self._pool: Any = None  # torch's memory pool that the graphs share
+        self._has_experts = shapes.experts is not None
         self.split_graphs: SplitGraphRunner | None = None
         if streams is not None:
             stagings = self._staging, input_batch.InputStaging(loaded, slots, self._tile_planner, most)
@@ -132,6 +138,8 @@ class GraphRunner:
         wanted += [("decode", size, 1) for size in reversed(self.row_buckets) if self.apart]
         wanted += [(kind, *each) for kind in ("decode", "sample") for each in reversed(self._draft_buckets)]
         wanted += [("sample", size, 1) for size in reversed(self.row_buckets) if self._stage.last]
+        if alone and not self._has_experts:  # their products would read bounds that no kernel has written
+            self._compile(wanted)
         for done, (kind, size, queries) in enumerate(wanted):
             progress(done, len(wanted))
             layout = self._tile_planner.layout(kind, size, queries)
@@ -146,6 +154,22 @@ class GraphRunner:
             graph.replay()  # the first launch uploads the graph
             self._graphs[kind, size, queries] = graph
         progress(len(wanted), len(wanted))
+
+    def _compile(self, wanted: Sequence[tuple[str, int, int]]) -> None:
+        """Compile the kernels of these graphs, if Triton's cache lacks some of the last one's."""
+
+        def launch(graphs: Sequence[tuple[str, int, int]]) -> None:
+            for kind, size, queries in graphs:
+                layout = self._tile_planner.layout(kind, size, queries)
+                self._staging.stage(layout, input_batch.IDLE, input_batch.NO_TILES)
+                (self._sample if kind == "sample" else self._forward)(layout, size)
+            torch.cuda.synchronize()
+
+        began_s = time.monotonic()
+        if new := compile_ahead(lambda: launch(wanted[-1:])):
+            log.info("compiling the kernels of %d graphs, once for a machine …", len(wanted))
+            new += compile_ahead(lambda: launch(wanted[:-1]))
+            log.info("compiled %d kernels in %.1f s", new, time.monotonic() - began_s)
 
     def forget(self) -> None:
         """Drop all graphs and their memory, because what they read has moved."""

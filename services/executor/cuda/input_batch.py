@@ -296,7 +296,10 @@ class TilePlanner:
         shapes, device = loaded.shapes, loaded.cache.tensor.device
         self.apart = not tuning.by_row  # decode rows have their own kernel and graphs
         self._has_dense = (  # cuDNN supports it; its bits may differ by length
-            loaded.cache.activations == torch.bfloat16 and shapes.head_dim in (64, 128) and not tuning.by_row
+            loaded.cache.activations == torch.bfloat16
+            and shapes.head_dim in (64, 128)
+            and not tuning.by_row
+            and not shapes.has_options
         )
         self._tile = tile_queries(shapes.heads, shapes.kv_heads, tuning.prefill)
         processors = torch.cuda.get_device_properties(device).multi_processor_count

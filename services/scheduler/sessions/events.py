@@ -12,18 +12,20 @@ has seen whole: none that began before peers or messages were lost.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from services.scheduler import prefix_cache
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
+from services.scheduler.sessions import report, verbs
 from services.scheduler.sessions.match import Prefixes
 from services.scheduler.sessions.pauses import LearnedPauses
-from services.scheduler.sessions.table import Session, Table
+from services.scheduler.sessions.table import Outcomes, Session, Table
 from services.scheduler.state.policies import PauseView
 from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import Executor, SessionEvents, State
-from shared.kv_blocks import KEY_BYTES, root_key
-from shared.messages import KvForget, KvTouch
+from shared.kv_blocks import KEY_BYTES
+from shared.messages import KvForget, KvTouch, SessionAnswer, SessionVerb
 
 LATE_US = 30_000_000  # a session that is idle for so long counts as one that does not return, until it does
 OVER_PM = 10  # a session that returns less likely than this has ended
@@ -32,17 +34,6 @@ DROPPED_AT_ONCE = 512  # dead blocks that are forgotten at each event
 LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how many
 TOUCH_US = 10_000_000  # between two moves of a session's blocks to the warm end of L1
 TOUCH_PM = 500  # for a session that is so likely to return
-
-
-@dataclass(slots=True)
-class Outcomes:
-    """What became of sessions, since the start."""
-
-    returns: int = 0
-    released: int = 0
-    superseded: int = 0
-    over: int = 0  # ended, since they hardly ever return
-    dead_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -66,11 +57,9 @@ class Sessions(SessionEvents):
         served = state.by_model.get(tokenized.model)
         if served is None:
             return
-        hello = served.executors[0].hello
-        keyed = (root_key(hello.fingerprint, tokenized.tenant), hello.block_tokens)
-        found, blocks = "", 0
+        keyed, found, blocks = prefix_cache.keyed_of(served.executors[0], head), "", 0
         if keyed in self.table.tips:
-            prefixes = Prefixes(keyed, head.tokens, (len(head.tokens) - 1) // hello.block_tokens)
+            prefixes = Prefixes(keyed, head.tokens, (len(head.tokens) - 1) // keyed[1])
             found, blocks = prefixes.find(self.table)
         before = self.table.by_name.get(found)
         if before is not None:
@@ -94,10 +83,8 @@ class Sessions(SessionEvents):
         """A request of a session has come: its pause is over."""
         paused_us = state.now_us - session.idle_since_us if session.turns else 0
         self._is_not_idle(session)
-        if session.turns and not session.running:
-            if session.idle_since_us > self.cut_us:
-                self.pauses.add(session.tenant, session.tool, paused_us, was_lost=session.is_late)
-            self.outcomes.returns += 1
+        if session.turns and not session.running and session.idle_since_us > self.cut_us:
+            self.pauses.add(session.tenant, session.tool, paused_us, was_lost=session.is_late)
         self.table.wake(session)
         session.is_proven, session.is_late = True, False
         session.is_final |= request.tokenized.session_final
@@ -120,7 +107,10 @@ class Sessions(SessionEvents):
 
     def on_admitted(self, state: State, executor: Executor, sequence: Sequence) -> None:
         session = self.of_request.get(sequence.request.key)
-        if session is None or not session.has_id or session.running > 1:
+        if session is None:
+            return
+        session.had_blocks = sequence.computed // executor.hello.block_tokens
+        if not session.has_id or session.running > 1:
             return
         if session.keyed != sequence.keyed:
             return  # another kind of executor
@@ -162,7 +152,8 @@ class Sessions(SessionEvents):
         size = sequence.keyed[1]
         prefixes = Prefixes(sequence.keyed, sequence.tokens, full)
         ends = dict.fromkeys(min(tokens // size, full) for tokens in (sequence.prompt_tokens, full * size))
-        kept = [tip for tip in session.tips[-MOST_OLD_TIPS:] if tip.blocks not in ends]
+        common = session.common_blocks(sequence.keys[:full])  # a tip must be on the chain of the keys
+        kept = [t for t in session.tips[-MOST_OLD_TIPS:] if t.blocks <= common and t.blocks not in ends]
         self.table.set_tips(session, [*kept, *(prefixes.tip(blocks) for blocks in ends if blocks)])
         self.table.set_keys(session, b"".join(sequence.keys[:full]))
 
@@ -173,8 +164,8 @@ class Sessions(SessionEvents):
             return
         session.running -= 1
         session.turns += 1
-        session.prompt_tokens += request.sequences[0].prompt_tokens
-        session.cached_tokens += request.sequences[0].cached_tokens
+        if session.turns > 1:
+            self._count_return(session, request.sequences[0])
         if session.running:
             return
         if session.is_final:
@@ -186,6 +177,17 @@ class Sessions(SessionEvents):
         session.idle_since_us = session.touched_us = state.now_us
         self.table.rest(session)
         self.young[session.name] = None
+        if request.tokenized.keep_us:
+            verbs.keep(state, self.table, session, request.tokenized.keep_us)
+
+    def _count_return(self, session: Session, head: Sequence) -> None:
+        """Count where most of a prompt came from."""
+        if 2 * session.had_blocks * session.keyed[1] >= head.prompt_tokens:
+            self.outcomes.device += 1
+        elif 2 * head.cached_tokens >= head.prompt_tokens:
+            self.outcomes.below += 1
+        else:
+            self.outcomes.computed += 1
 
     def end(self, session: Session) -> int:
         """No request of the session follows: its own blocks are dead. Returns how many. One that runs ends
@@ -217,6 +219,7 @@ class Sessions(SessionEvents):
         dead = session.keys[first * KEY_BYTES :]
         if dead:
             self.dead.append(dead)
+        self.table.set_tips(session, [tip for tip in session.tips if tip.blocks <= common])
         self.table.set_keys(session, session.keys[: common * KEY_BYTES])
         self.outcomes.dead_blocks += len(dead) // KEY_BYTES
         return len(dead) // KEY_BYTES
@@ -291,6 +294,28 @@ class Sessions(SessionEvents):
 
     def on_evicted(self, state: State) -> None:
         self.pressed_us = state.now_us
+
+    def on_verb(self, state: State, verb: SessionVerb) -> SessionAnswer:
+        session = self.table.by_name.get(verb.session)
+        if session is None or session.tenant != verb.tenant:
+            return SessionAnswer(state="unknown")
+        answer = report.row(state, self.pauses, session)
+        if verb.verb == "keep":
+            kept = verbs.keep(state, self.table, session, verb.keep_us)
+            will, why = ("keep", "") if kept else ("nothing", verbs.OVER_SHARE)
+            return replace(answer, will=will, why=why, kept_us=max(session.kept_until_us - state.now_us, 0))
+        if verb.verb == "release":
+            for each in verbs.tree(self.table, session) if verb.tree else [session]:
+                self.outcomes.released += 1
+                self.end(each)
+            return replace(answer, will="release")
+        return answer
+
+    def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
+        return report.rows(state, self.table, self.pauses, tenant)
+
+    def summary(self, state: State) -> dict[str, Any]:
+        return report.summary(state, self.table, self.pauses, self.outcomes)
 
     def wants_ticks(self) -> bool:
         return bool(self.dead)

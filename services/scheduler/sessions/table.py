@@ -59,8 +59,7 @@ class Session:
     is_late: bool = False  # it was counted among those that do not return
     is_final: bool = False  # it ends with the request that runs
     touched_us: int = 0  # when its blocks in L1 were last moved to the warm end
-    cached_tokens: int = 0  # of its prompts, so far
-    prompt_tokens: int = 0
+    had_blocks: int = 0  # that the device had of its last prompt
 
     @property
     def blocks(self) -> int:
@@ -80,11 +79,27 @@ class Session:
 
 
 @dataclass(slots=True)
+class Outcomes:
+    """What became of sessions, since the start. The last three sum to the returns."""
+
+    released: int = 0
+    superseded: int = 0
+    over: int = 0  # ended, since they hardly ever return
+    dead_blocks: int = 0
+    prefetched: int = 0  # blocks
+    wasted: int = 0  # of these, those that no request has used
+    device: int = 0  # returns whose prompt was mostly there
+    below: int = 0  # or came from a tier
+    computed: int = 0  # or was computed
+
+
+@dataclass(slots=True)
 class TenantSessions:
     """The sessions of one tenant: names, those that were idle for longest first."""
 
     guesses: OrderedDict[str, None] = field(default_factory=OrderedDict)
     idle: OrderedDict[str, None] = field(default_factory=OrderedDict)  # proven ones
+    kept: dict[str, None] = field(default_factory=dict)  # those that a client keeps, the first one first
     count: int = 0  # also running ones
 
 
@@ -107,12 +122,12 @@ class Table:
     shares: dict[bytes, int] = field(default_factory=dict)
     key_bytes: int = 0
 
-    def add(self, session: Session) -> Iterator[Session]:
-        """A new session, which runs. Yields those that have no room any more, without their blocks' end."""
+    def add(self, session: Session) -> list[Session]:
+        """A new session, which runs. Returns those that have no room any more: their blocks live on."""
         of = self.tenants.setdefault(session.tenant, TenantSessions())
         self.by_name[session.name] = session
         of.count += 1
-        yield from self._over(of)
+        return list(self._over(of))
 
     def _over(self, of: TenantSessions) -> Iterator[Session]:
         most = max(MOST_OF_TENANT, MOST_SESSIONS // len(self.tenants))
@@ -142,6 +157,7 @@ class Table:
         of = self.tenants[session.tenant]
         of.guesses.pop(session.name, None)
         of.idle.pop(session.name, None)
+        of.kept.pop(session.name, None)
         of.count -= 1
         if not of.count:
             del self.tenants[session.tenant]

@@ -16,7 +16,8 @@ from support.executor.empty_plans import plan
 from support.executor.gpu_side import DEVICE
 from support.executor.plan_maker import PlanMaker, Row
 
-from services.executor.checkpoint.config import FAMILIES, check_hf
+from services.executor.checkpoint.config import check_hf
+from services.executor.checkpoint.families import FAMILIES
 from services.executor.cpu.engine import TorchOptions, build
 from services.executor.cuda.engine import DeviceSampling
 from services.executor.cuda.input_batch import CudaSlots

@@ -27,6 +27,11 @@ _PARTS = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
 }
+_GEMMA3 = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+}
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -80,7 +85,9 @@ def write_model(
     """A model as a GGUF file in float32, with `extra` tensors, `more` metadata and the `types` of
     `write_gguf`; `vocabulary` adds the keys of its tokenizer."""
     config = model.config
-    arch = architecture or ("llama" if config.model_type == "mistral" else config.model_type)
+    arch = architecture or {"mistral": "llama", "gemma3_text": "gemma3"}.get(
+        config.model_type, config.model_type
+    )
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -90,7 +97,10 @@ def write_model(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(model.model.layers[0].self_attn.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     vocabulary(writer)
     for key, value in (more or {}).items():
         writer.kv_data[0].pop(key, None)
@@ -112,10 +122,13 @@ def write_model(
 
 
 def _converted(name: str, values: np.ndarray, config: object, arch: str) -> tuple[str, np.ndarray]:
+    if arch == "gemma3" and "norm" in name:
+        values = values + 1  # as the converter
     if name in _TOP:
         return _TOP[name], values
     _, _, layer, part = name.split(".", 3)
     if arch == "llama" and part.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
         values = llama_cpp_permute(values, heads)
-    return f"blk.{layer}.{_PARTS[part]}", values
+    names = {**_PARTS, **(_GEMMA3 if arch == "gemma3" else {})}
+    return f"blk.{layer}.{names[part]}", values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -97,6 +98,74 @@ _MAKE |= {  # further forms of rotation and biases, for tests of them
     ),
 }
 MORE_KINDS = tuple(_MAKE)[len(KINDS) :]
+WINDOW = 20  # of models with one
+_WINDOWED = {"sliding_window": WINDOW, "num_hidden_layers": 4, "attn_implementation": "eager"}
+_EAGER = {"attn_implementation": "eager"}
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, **_WINDOWED}
+_TYPES = ["sliding_attention", "full_attention"] * 2
+
+
+def _causal(name: str, **options: object) -> Callable[[], transformers.PreTrainedModel]:
+    """Makes `<name>ForCausalLM` of a `<name>Config` with these options."""
+    config = name.replace("ForCausalLM", "")
+    config = {"Gemma3": "Gemma3Text"}.get(config, config)
+
+    def make() -> transformers.PreTrainedModel:
+        given = getattr(transformers, f"{config}Config")(**{**_BASE, **_EAGER, **options})
+        return getattr(transformers, f"{name}ForCausalLM")(given)
+
+    return make
+
+
+_OPTIONED = {
+    "mistral-window": _causal("Mistral", **_WINDOWED),
+    "qwen3-window": _causal(
+        "Qwen3", head_dim=16, use_sliding_window=True, max_window_layers=2, **_WINDOWED
+    ),
+    "llama-mlp-bias": _causal("Llama", mlp_bias=True),
+    "gemma2": _causal("Gemma2", **_GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=5.0),
+    "gemma3": _causal(
+        "Gemma3", **_GEMMA, layer_types=_TYPES,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "gemma3-six": _causal(  # as GGUF files have it
+        "Gemma3", **{**_GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
+        tie_word_embeddings=True,
+    ),
+    "gpt-oss": _causal(
+        "GptOss", **_WINDOWED, head_dim=16, num_local_experts=5, num_experts_per_tok=2,
+        rope_parameters={**_YARN, "truncate": False},
+    ),
+    "granite": _causal(
+        "Granite", embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.4,
+        logits_scaling=2.0, mlp_bias=True, attention_bias=True,
+    ),
+    "olmo2": _causal("Olmo2"),
+    "olmo3": _causal(
+        "Olmo3",
+        layer_types=_TYPES,
+        **_WINDOWED,
+        rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}},
+    ),
+    "exaone4": _causal("Exaone4", head_dim=16, layer_types=_TYPES, **_WINDOWED),
+    "starcoder2": _causal("Starcoder2", **_WINDOWED),
+    "stablelm": _causal("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
+    "stablelm-parallel": _causal("StableLm", use_parallel_residual=True, partial_rotary_factor=0.25),
+    "cohere": _causal("Cohere", use_qk_norm=True, logit_scale=0.3, attention_bias=True),
+    "cohere2": _causal("Cohere2", layer_types=_TYPES, logit_scale=0.3, **_WINDOWED),
+    "glm": _causal("Glm", head_dim=16, pad_token_id=0),
+    "glm4": _causal("Glm4", head_dim=16, pad_token_id=0),
+    "glm4-moe": _causal(
+        "Glm4Moe", head_dim=16, pad_token_id=0, moe_intermediate_size=40, n_routed_experts=12, n_group=3,
+        topk_group=2, num_experts_per_tok=3, n_shared_experts=2, routed_scaling_factor=1.5,
+        use_qk_norm=True, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+OPTIONED = tuple(_OPTIONED)  # models that compute something beside Llama's
+_MAKE |= _OPTIONED
 DENSE = tuple(kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", "qwen3-moe-mixed"))
 
 
@@ -109,6 +178,9 @@ def tiny_model(kind: str) -> transformers.PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     return model
 
 

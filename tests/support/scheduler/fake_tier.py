@@ -23,6 +23,7 @@ from shared.messages import (
     NO_ROOM,
     PRESENT,
     KvCommit,
+    KvForget,
     KvFound,
     KvGone,
     KvLookup,
@@ -32,6 +33,7 @@ from shared.messages import (
     KvReserve,
     KvReserved,
     KvStored,
+    KvTouch,
     Message,
     ints,
     longs,
@@ -144,6 +146,14 @@ class FakeTier:
                 self._prefetch(source, message)
             case KvCommit():
                 self._commit(source, message)
+            case KvForget():
+                for key in keys_of(message.keys):
+                    if key in self.l1 and not any(key in lease.keys for lease in self.leases.values()):
+                        self.forget(key)
+            case KvTouch():
+                for key in reversed(keys_of(message.keys)):
+                    if key in self.l1:
+                        self.l1.move_to_end(key)
             case KvRelease(jobs=jobs):
                 for job in jobs:
                     self._end((source, job), [])

@@ -112,6 +112,7 @@ class World:
     adapter_loads: dict[str, deque[AdapterLoad]] = field(default_factory=dict)  # by engine, not made yet
     broken_adapters: set[str] = field(default_factory=set)  # digests whose folder is gone
     auto_end: bool = True
+    calls: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by request: what its answer calls
     events: int = 0
     took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines report none
     checks: list[Callable[[World], None]] = field(default_factory=list)  # made after each event
@@ -413,7 +414,8 @@ class World:
             case Close() as close:
                 self.readers[close.seq].closed = close
                 if self.auto_end:
-                    ended = Ended(seq=close.seq, index=close.final, reason=close.reason)
+                    calls = self.calls.get(self.readers[close.seq].opened.request, ())
+                    ended = Ended(seq=close.seq, index=close.final, reason=close.reason, calls=calls)
                     self.handle(Arrived(command.to, ended))
 
     def _take_copy(self, name: str, copy: KvCopy) -> None:

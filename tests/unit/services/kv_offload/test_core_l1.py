@@ -14,6 +14,7 @@ from shared.messages import (
     ArenaReleased,
     Cancel,
     KvCommit,
+    KvForget,
     KvFound,
     KvGone,
     KvLookup,
@@ -23,6 +24,7 @@ from shared.messages import (
     KvReserve,
     KvReserved,
     KvStored,
+    KvTouch,
     Message,
     ints,
     longs,
@@ -392,3 +394,49 @@ def test_the_counting_arena_keeps_the_arenas_promises() -> None:
     arena.discard(b"a")
     assert arena.free_bytes() == 4 * PAGE
     arena.close()
+
+
+def test_forgotten_blocks_leave_l1_and_their_ranges_are_free() -> None:
+    world = World(4)
+    world.store(1, 1, 2)
+    world.store(2, 3)
+    (gone,) = world.deliver(KvForget(keys=keys(1, 3, 9), fingerprint=PRINT))
+    assert gone == KvGone(keys=keys(1, 3))
+    assert resident(world) == [2]
+    assert world.store(3, 4, 5) == [1, 1]
+    assert world.state.l1.evictions == 0, "an end is no eviction"
+
+
+def test_forgotten_block_that_is_read_leaves_after_its_last_reader() -> None:
+    world = World(4)
+    world.store(1, 1, 2)
+    answer = ready(world.prefetch(2, 1, 2))
+    world.prefetch(3, 2)
+    assert world.deliver(KvForget(keys=keys(1, 2), fingerprint=PRINT)) == []
+    world.read(answer, 1, 2)
+    world.deliver(KvRelease(jobs=ints([2])))
+    assert resident(world) == [2]
+    world.deliver(KvRelease(jobs=ints([3])))
+    assert resident(world) == []
+
+
+def test_forgotten_block_that_a_new_reader_wants_stays() -> None:
+    world = World(4)
+    world.store(1, 1)
+    world.prefetch(2, 1)
+    world.deliver(KvForget(keys=key(1), fingerprint=PRINT))
+    world.prefetch(3, 1)
+    world.deliver(KvRelease(jobs=ints([2])))
+    world.deliver(KvRelease(jobs=ints([3])))
+    assert resident(world) == [1]
+
+
+def test_touched_blocks_are_evicted_after_all_others_and_their_tail_first() -> None:
+    world = World(4)
+    world.store(1, 1, 2)
+    world.store(2, 3)
+    world.deliver(KvTouch(keys=keys(1, 2, 9), fingerprint=PRINT))
+    world.store(3, 4, priority=1)
+    for number, left in ((5, [1, 2, 4, 5]), (6, [1, 4, 5, 6])):
+        world.store(number, number, priority=1)
+        assert resident(world) == left

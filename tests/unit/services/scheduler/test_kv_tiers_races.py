@@ -391,6 +391,6 @@ def test_link_is_not_tried_at_the_cost_of_a_paused_sequence() -> None:
     (sequence,) = executor.running
     costs = RecomputeCost.of(executor)
     look = store._Conditions(pressed=1, copy_us=0, preempted_us=700, recompute=costs)
-    assert store._view(state, executor, look, (sequence.seq, 0), 1_000).copy_us == 0
+    assert store._view(state, executor, look, sequence.seq, 1_000, 1).copy_us == 0
     paused(world)
-    assert store._view(state, executor, look, (sequence.seq, 0), 1_000).copy_us == 700
+    assert store._view(state, executor, look, sequence.seq, 1_000, 1).copy_us == 700

@@ -13,7 +13,8 @@ import torch
 from support.executor.tiny_models import save_tiny
 from support.source_tree import ROOT
 
-from services.executor.checkpoint.config import FAMILIES, from_hf
+from services.executor.checkpoint.config import from_hf
+from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.kv_cache import KvFormat, fingerprint
 from services.executor.checkpoint.stored import Dense, Stored
 from services.executor.checkpoint.weights import (
@@ -60,10 +61,10 @@ def test_phi3_is_one_entry() -> None:
         ]
         for path in PRODUCT
     }
-    assert [name for name, found in lines.items() if found] == ["services/executor/checkpoint/config.py"]
+    assert [name for name, found in lines.items() if found] == ["services/executor/checkpoint/families.py"]
     entry = re.search(
         r'    "phi3": Family\(.*?\n    \),\n',
-        (ROOT / "services/executor/checkpoint/config.py").read_text(),
+        (ROOT / "services/executor/checkpoint/families.py").read_text(),
         re.S,
     )
     assert entry is not None

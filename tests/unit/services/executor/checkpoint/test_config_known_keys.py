@@ -12,6 +12,7 @@ import transformers
 from support.executor.tiny_gguf import write_gguf
 
 from services.executor.checkpoint.config import SUPPORTED, from_hf
+from services.executor.checkpoint.families import FAMILIES
 from services.executor.quantised.gguf import load_gguf
 from shared.errors import SetupError
 from shared.vocab.gguf import read_metadata
@@ -106,7 +107,9 @@ def test_the_keys_of_published_models_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_keys_written_by_transformers_are_accepted(kind: str) -> None:
-    from_hf(transformers.AutoConfig.for_model(kind, sliding_window=None).to_dict())
+    given: dict[str, Any] = {} if FAMILIES[kind].full_each else {"sliding_window": None}
+    given |= {"head_dim": 128} if kind == "glm4_moe" else {}  # 4,096 over 96 heads is no whole number
+    from_hf(transformers.AutoConfig.for_model(kind, **given).to_dict())
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
@@ -115,20 +118,27 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
              "vocab_size": 9, "intermediate_size": 64}  # fmt: skip
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
     moe |= {"moe_intermediate_size": 8} if kind == "qwen3_moe" else {}
-    given |= moe if kind in ("mixtral", "qwen3_moe") else {}
+    given |= moe if kind in ("mixtral", "qwen3_moe", "gpt_oss") else {}
     for more in ({}, {"use_sliding_window": True}) if "qwen" in kind else ({},):
         shapes, theirs = from_hf({**given, **more}), transformers.AutoConfig.for_model(**given, **more)
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert (shapes.kv_heads, shapes.head_dim) == (theirs.num_key_value_heads, head_dim)
+        rope = theirs.rope_parameters
         assert (shapes.norm_eps, shapes.rope_theta) == (
-            theirs.rms_norm_eps,
-            theirs.rope_parameters["rope_theta"],
+            getattr(theirs, FAMILIES[kind].eps),
+            rope.get("full_attention", rope)["rope_theta"],
         )
+        if shapes.options.local_rope is not None:
+            assert shapes.options.local_rope == (rope["sliding_attention"]["rope_theta"], ())
         assert (shapes.max_context, shapes.tied) == (
             theirs.max_position_embeddings,
             theirs.tie_word_embeddings,
         )
-        assert shapes.sliding_window == (getattr(theirs, "sliding_window", None) or 0)
+        window = (getattr(theirs, "sliding_window", None) or 0) * FAMILIES[kind].windows
+        if kinds := getattr(theirs, "layer_types", None) if FAMILIES[kind].full_each else None:
+            assert shapes.options.windows == tuple(window * ("sliding" in each) for each in kinds)
+        else:
+            assert shapes.sliding_window == window
 
 
 # Keys of models that are computed otherwise; and a key without a meaning.
@@ -136,7 +146,6 @@ CHANGES: dict[str, Any] = {
     "quantization_config": {"quant_method": "gptq", "bits": 4},
     "compression_config": {"format": "pack-quantized"},
     "quantization": {"group_size": 64, "bits": 4},
-    "mlp_bias": True,
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu",
     "attn_logit_softcapping": 50.0,

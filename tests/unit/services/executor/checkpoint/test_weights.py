@@ -53,7 +53,7 @@ def test_the_older_spelling_of_rope_settings_reads_the_same() -> None:
     [
         ({"model_type": "gpt2"}, r"model type 'gpt2' is not supported; supported are .* qwen3"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
-        ({"mlp_bias": True}, r"mlp_bias = True in config\.json is not supported, only False"),
+        ({"lm_head_bias": True}, r"lm_head_bias = True in config\.json is not supported, only False"),
         ({"model_type": "mistral", "attention_bias": True}, r"attention_bias = True in config\.json is not"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
         (
@@ -161,12 +161,13 @@ def options(folder: Path, **more: Any) -> TorchOptions:
     )
 
 
-def test_a_context_over_the_attention_window_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny("mistral", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
-    assert build(options(folder)).info.max_context == 64
-    with pytest.raises(SetupError, match="max_context 100 is over 64 tokens, its attention window"):
+def test_a_window_ends_the_context_of_a_family_without_windows_alone(tmp_path: Path) -> None:
+    for kind, most in (("mistral", 256), ("llama", 64)):
+        folder = save_tiny(kind, tmp_path / kind)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
+        assert build(options(folder, blocks=16)).info.max_context == most
+    with pytest.raises(SetupError, match="max_context 100 is over 64 tokens, its context"):
         build(options(folder, max_context=100))
 
 

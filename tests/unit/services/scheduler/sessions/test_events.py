@@ -1,0 +1,371 @@
+"""Sessions as they come from requests: inferred from tips and calls, or named by clients; and their ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.scheduler.fake_tier import FakeTier
+from support.scheduler.world import World
+
+from services.scheduler.sessions import events
+from services.scheduler.sessions.events import LATE_US, Sessions
+from services.scheduler.sessions.pauses import USER
+from services.scheduler.sessions.table import SHARED_AT, Session
+from services.scheduler.state.policies import Policy
+from services.scheduler.state.requests import Arrived, BrokerBack
+from services.scheduler.state.state import Limits
+from shared.kv_blocks import extend, root_key
+from shared.messages import Cancel, KvForget, SessionAnswer, SessionVerb, ints
+
+ID = "ab" * 16
+BLOCK = 4
+PROMPT = [number % 900 + 3 for number in range(90)]
+
+
+def fresh(tier: FakeTier | None = None, **policy: str) -> World:
+    world = World(Limits(policy=Policy(**policy)))
+    world.add_engine(blocks=256, max_context=512, slots=8, block_tokens=BLOCK)
+    if tier is not None:
+        world.add_tier(tier)
+    return world
+
+
+def sessions_of(world: World) -> Sessions:
+    sessions = world.scheduler.state.sessions
+    assert isinstance(sessions, Sessions)
+    return sessions
+
+
+def asked(world: World, name: str, prompt: list[int], *calls: str, **more: object) -> list[int]:
+    """The prompt and its answer."""
+    world.calls[name] = calls
+    world.ask(name, prompt, 6, **more)
+    world.run()
+    world.assert_answers(name)
+    return [*prompt, *world.readers_of(name)[0].tokens]
+
+
+def proven(world: World) -> list[Session]:
+    return [session for session in sessions_of(world).table.by_name.values() if session.is_proven]
+
+
+def held(world: World, tokens: list[int], tenant: str = "public") -> int:
+    """How many blocks of the tokens the device has, from the first on."""
+    executor, keys = world.scheduler.state.executors["e1"], list[bytes]()
+    extend(keys, root_key(executor.hello.fingerprint, tenant), ints(tokens), BLOCK, len(tokens))
+    return len(executor.pool.match(keys))
+
+
+def verb(world: World, do: str, session: str = ID, tenant: str = "public", **more: Any) -> SessionAnswer:
+    asked = SessionVerb(tenant=tenant, session=session, verb=do, **more)
+    answer = sessions_of(world).on_verb(world.scheduler.state, asked)
+    world.tick(1_000)
+    return answer
+
+
+def test_answer_that_calls_begins_a_session_and_the_next_prompt_continues_it() -> None:
+    world = fresh()
+    history = asked(world, "first", PROMPT, "shell")
+    (session,) = proven(world)
+    assert (session.tool, session.turns, session.running, session.has_id) == ("shell", 1, 0, False)
+    world.tick(2_000_000)
+    asked(world, "second", [*history, *PROMPT[:10]], "read")
+    assert proven(world) == [session]
+    assert (session.tool, session.turns) == ("read", 2)
+    learned = sessions_of(world).pauses.names["public", "shell", True]
+    assert (learned.samples, learned.lost) == (1, 0)
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    assert next(each.what for each in closed.decisions) == "session"
+    assert closed.usage.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
+
+
+def test_prompt_that_extends_an_answer_without_calls_proves_the_session() -> None:
+    world = fresh()
+    history = asked(world, "first", PROMPT)
+    assert proven(world) == []
+    asked(world, "second", [*history, 7, 8, 9])
+    (session,) = proven(world)
+    assert session.turns == 2
+    assert sessions_of(world).pauses.names["public", USER, False].samples == 1
+
+
+def test_prompt_without_the_reasoning_of_the_last_answer_continues_the_session() -> None:
+    world = fresh()
+    asked(world, "first", PROMPT, "shell")
+    asked(world, "second", [*PROMPT, 7, 7, 7, 7, 8, 9])
+    (session,) = proven(world)
+    assert session.turns == 2
+
+
+def test_second_sample_and_branch_are_sessions_of_their_own() -> None:
+    world = fresh()
+    history = asked(world, "first", PROMPT, "shell")
+    longer = asked(world, "second", [*history, *PROMPT[:40]], "shell")
+    asked(world, "third", [*longer, *PROMPT[:40]], "shell")
+    (session,) = proven(world)
+    asked(world, "branch", [*longer, 5, 5, 5, 5, 5], "shell")  # leaves the chain before its last turn
+    other = next(each for each in proven(world) if each is not session)
+    assert (other.parent, other.turns, session.turns) == (session.name, 1, 3)
+
+
+def test_tenants_with_one_prompt_have_two_sessions() -> None:
+    world = fresh()
+    history = asked(world, "first", PROMPT, "shell", tenant="a")
+    asked(world, "second", [*history, 7], "shell", tenant="b")
+    assert sorted((each.tenant, each.turns) for each in proven(world)) == [("a", 1), ("b", 1)]
+
+
+def test_id_is_the_session_whatever_its_prompt() -> None:
+    world = fresh()
+    asked(world, "first", PROMPT, "shell", session=ID)
+    asked(world, "second", PROMPT[::-1], "shell", session=ID, parent="cd" * 16)
+    (session,) = proven(world)
+    assert (session.name, session.turns, session.has_id) == (ID, 2, True)
+
+
+def test_end_of_a_history_that_the_next_prompt_leaves_out_is_dead() -> None:
+    world = fresh(FakeTier(capacity=256))
+    history = asked(world, "first", PROMPT, "shell", session=ID)
+    compacted = [*PROMPT[:40], *[5] * 30]
+    asked(world, "second", compacted, "shell", session=ID)
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    assert "superseded" in [each.what for each in closed.decisions]
+    assert held(world, history) == SHARED_AT - 1  # the first counted key shows what is its own
+    assert sessions_of(world).outcomes.superseded == 1
+
+
+def test_final_request_ends_its_session_on_the_device_and_in_l1() -> None:
+    tier = FakeTier(capacity=256)
+    world = fresh(tier)
+    for _ in range(3):  # reuse makes copies ahead of need
+        history = asked(world, f"r{world.events}", PROMPT, "shell", session=ID)
+    world.tick(300_000)
+    world.run()
+    for _ in range(20):
+        world.tick(20_000)
+        world.run()
+    assert len(tier.l1) >= 20
+    asked(world, "last", [*history, 7, 7, 7, 7], session=ID, session_final=True)
+    assert proven(world) == []
+    world.run()
+    assert tier.counts[KvForget.__name__] >= 1
+    assert len(tier.l1) < SHARED_AT
+    assert held(world, history) < 16
+    world.finish()
+
+
+def test_blocks_of_two_sessions_die_with_the_second() -> None:
+    world = fresh()
+    asked(world, "a", [*PROMPT, *[5] * 40], "shell", session=ID)
+    asked(world, "b", [*PROMPT, *[6] * 40], "shell", session="cd" * 16)
+    assert verb(world, "release").will == "release"
+    assert held(world, [*PROMPT, *[6] * 40]) == 32
+    assert held(world, [*PROMPT, *[5] * 40]) < 32
+    assert verb(world, "release", session="cd" * 16).will == "release"
+    assert verb(world, "state", session="cd" * 16).state == "unknown"
+
+
+def test_release_of_a_running_session_ends_it_after_its_request() -> None:
+    world = fresh()
+    asked(world, "first", PROMPT, "shell", session=ID)
+    world.ask("second", PROMPT, 6, session=ID)
+    assert verb(world, "release").will == "release"
+    assert verb(world, "state").state == "running"
+    world.run()
+    world.assert_answers("second")
+    assert verb(world, "state").state == "unknown"
+    assert held(world, PROMPT) < 16
+
+
+def test_release_with_the_tree_ends_what_the_session_has_started() -> None:
+    world = fresh()
+    names = [f"{number:032x}" for number in range(4)]
+    for number, name in enumerate(names):
+        parent = names[number - 1] if number else ""
+        asked(world, name, [number + 5] * 60, "shell", session=name, parent=parent)
+    asked(world, "other", [9] * 60, "shell", session=ID)
+    assert verb(world, "release", names[1], tree=True).will == "release"
+    assert sorted(session.name for session in proven(world)) == sorted([names[0], ID])
+
+
+def test_verb_of_another_tenant_finds_nothing() -> None:
+    world = fresh()
+    asked(world, "first", PROMPT, "shell", session=ID)
+    for do in ("state", "release", "keep", "prefetch"):
+        assert verb(world, do, tenant="other").state == "unknown"
+    assert len(proven(world)) == 1
+
+
+def test_tenant_keeps_an_equal_part_and_its_first_keeps_go_first() -> None:
+    world = fresh()
+    names = [f"{number:032x}" for number in range(6)]
+    for number, name in enumerate(names):
+        asked(world, name, [number + 5] * 160, "shell", session=name)
+    assert [verb(world, "keep", name, keep_us=10**9).will for name in names] == ["keep"] * 6  # alone
+    asked(world, "other", [20] * 100, "shell", tenant="other", session=ID)
+    assert verb(world, "keep", names[5], keep_us=10**9).will == "keep"  # 256 blocks / 2 tenants / 41 each
+    kept = [name for name in names if verb(world, "state", name).kept_us]
+    assert kept == names[3:]
+    asked(world, "huge", [30] * 500, "shell", session="ff" * 16)
+    answer = verb(world, "keep", "ff" * 16, keep_us=10**9)
+    assert (answer.will, answer.why) == ("keep", "")  # 126 blocks of 128
+    assert [name for name in names if verb(world, "state", name).kept_us] == []
+    asked(world, "more", [20] * 100, "shell", tenant="third", session="aa" * 16)
+    answer = verb(world, "keep", "ff" * 16, keep_us=10**9)
+    assert (answer.will, answer.why) == ("nothing", "over the tenant's share")  # 85 blocks
+
+
+def test_pause_across_a_lost_broker_teaches_nothing() -> None:
+    world = fresh()
+    history = asked(world, "first", PROMPT, "shell")
+    world.tick(1_000_000)
+    world.handle(BrokerBack())
+    asked(world, "second", [*history, 7], "shell")
+    assert sessions_of(world).pauses.names == {}
+    assert proven(world)[0].turns == 2
+
+
+def test_session_that_does_not_return_counts_as_lost_until_it_does() -> None:
+    world = fresh()
+    history = asked(world, "first", PROMPT, "shell")
+    world.tick(LATE_US)
+    learned = sessions_of(world).pauses.names["public", "shell", True]
+    assert (learned.samples, learned.lost) == (0, 1)
+    world.tick(LATE_US)
+    assert learned.lost == 1
+    asked(world, "second", [*history, 7], "shell")
+    assert (learned.samples, learned.lost) == (1, 0)
+
+
+def test_session_that_hardly_ever_returns_ends() -> None:
+    world = fresh()
+    for number in range(80):
+        asked(world, f"r{number}", [number + 5] * 70, session=f"{number:032x}")
+        world.tick(events.LATE_US)
+    for _ in range(80):
+        world.tick(events.LOOK_US)
+    assert sessions_of(world).outcomes.over > 40
+    assert len(proven(world)) < 40
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_chance_of_a_block_is_that_of_its_session(running: bool) -> None:
+    world = fresh(FakeTier(capacity=256))
+    asked(world, "first", [*PROMPT, *PROMPT], "shell", session=ID)
+    state = world.scheduler.state
+    (session,) = proven(world)
+    (seq,) = session.seqs
+    if running:
+        world.ask("second", [9] * 30, 4, session=ID)
+        assert state.sessions.chance_pm(state, seq, 40, "public") == 1_000
+    else:
+        soon = state.sessions.chance_pm(state, seq, 40, "public")
+        world.tick(100_000_000)
+        late = state.sessions.chance_pm(state, seq, 40, "public")
+        assert 900 < soon <= 1_000
+        assert late < 200
+        assert state.sessions.chance_pm(state, 99, 40, "public") == state.reuse.chance_pm("public")
+    world.finish()
+
+
+def test_policy_off_follows_no_session_and_a_change_forgets_all() -> None:
+    world = fresh(sessions="off")
+    asked(world, "first", PROMPT, "shell", session=ID)
+    assert not world.scheduler.state.sessions.learns
+    world.set_policy("sessions=learned")
+    asked(world, "second", PROMPT, "shell", session=ID)
+    assert len(proven(world)) == 1
+    world.set_policy("sessions=off")
+    assert world.scheduler.state.sessions.rows(world.scheduler.state) == []
+
+
+def test_table_of_abandoned_sessions_is_bounded() -> None:
+    world = fresh()
+    world.check_every = 0
+    sessions, table = sessions_of(world), sessions_of(world).table
+    first = Session("first", "t", (b"r", 4))
+    sessions._begin(first)
+    table.rest(first)
+    sessions.young[first.name] = None
+    for number in range(20_000):
+        session = Session(f"s{number}", f"t{number % 7}", (b"r", 4))
+        sessions._begin(session)
+        table.rest(session)
+        sessions.young[session.name] = None
+    assert len(table.by_name) == len(sessions.young) <= 4_096
+
+
+def check_chains(world: World) -> None:
+    """Each tip is on the chain of its session's keys, and nothing is left of sessions that are over."""
+    sessions, state = sessions_of(world), world.scheduler.state
+    table = sessions.table
+    for session in table.by_name.values():
+        assert all(0 < tip.blocks <= session.blocks for tip in session.tips)
+        idle = session.name in sessions.young or session.name in sessions.late
+        assert idle == (session.running == 0)
+        of = table.tenants[session.tenant]
+        assert (session.name in of.idle or session.name in of.guesses) == (session.running == 0)
+    assert set(sessions.young) | set(sessions.late) <= set(table.by_name)
+    assert set(sessions.of_request) <= set(state.requests)
+    assert set(sessions.parents) <= set(state.requests)
+    assert {s.name for s in sessions.of_request.values()} <= set(table.by_name)
+    for sequence in state.sequences.values():
+        if sequence.keys:
+            keys = list[bytes]()
+            extend(keys, sequence.keyed[0], sequence.tokens, sequence.keyed[1], len(sequence.tokens))
+            assert sequence.keys == keys[: len(sequence.keys)], "a key that is not of its tokens"
+
+
+STEPS = st.tuples(
+    st.integers(0, 3),  # which history
+    st.sampled_from(["go on", "branch", "cut", "new", "release", "keep", "cancel", "pause", "tier"]),
+    st.integers(1, 40),  # tokens
+    st.booleans(),  # with an id
+    st.booleans(),  # wait for the end
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(STEPS, max_size=25))
+def test_any_requests_leave_keys_of_their_tokens_and_no_trace_of_sessions_that_are_over(
+    steps: list[tuple[int, str, int, bool, bool]],
+) -> None:
+    world = fresh(FakeTier(capacity=64))
+    world.checks.append(check_chains)
+    histories = [[number + 5] * 30 for number in range(4)]
+    for number, (of, what, tokens, named, waits) in enumerate(steps):
+        name, history = f"r{number}", histories[of]
+        if what in ("release", "keep"):
+            verb(world, what, session=f"{of:032x}", keep_us=1_000_000)
+            continue
+        if what == "pause":
+            world.tick(tokens * 2_000_000)
+            continue
+        if what == "tier":
+            world.restart_tier()
+            continue
+        cut = {
+            "go on": len(history),
+            "branch": len(history) // 2,
+            "cut": 12,
+            "new": 0,
+            "cancel": len(history),
+        }
+        prompt = [*history[: cut[what]], *[7 + tokens % 5] * tokens][-400:]
+        world.calls[name] = ("shell",) if tokens % 2 else ()
+        world.ask(name, prompt, 5, session=f"{of:032x}" if named else "")
+        histories[of] = prompt
+        if what == "cancel":
+            world.handle(Arrived("client", Cancel(tenant="public", request=name)))
+            del world.asked[name]
+        if waits:
+            world.run()
+            answers = world.readers_of(name)
+            histories[of] = [*prompt, *(answers[0].tokens if answers else [])]
+    world.finish()
+    check_chains(world)
