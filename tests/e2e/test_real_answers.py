@@ -195,7 +195,7 @@ def test_a_dead_service_costs_no_token(real: Up, victim: str) -> None:
 def test_a_dead_executor_costs_no_token_of_answers_with_drafts(real: Up) -> None:
     plain, drafted = (
         [
-            {**body, "max_tokens": 160, "speculate": drafts, "request_id": f"copy-{drafts}-{i}"}
+            {**body, "speculate": drafts, "request_id": f"copy-{drafts}-{i}"}
             for i, body in enumerate(drafts_bodies("copy", 4))
         ]
         for drafts in (False, True)

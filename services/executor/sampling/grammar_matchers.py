@@ -194,7 +194,7 @@ class CompiledGrammars:
             if (before and before[-1] and take(f'{before[-1]}"')) or take(QUOTE):
                 names = matcher.compute_ff_bytes()
         while names and take(names.decode(errors="ignore")):
-            names = matcher.compute_ff_bytes() if taken < most and any(map(take, GLUES)) else b""
+            names = matcher.compute_ff_bytes() if taken <= most and any(map(take, GLUES)) else b""
         matcher.rollback(taken)
         ids = encode(text)[:most] if len(text.strip(' "\n')) > 1 else []  # a brace alone is most often more
         return ids if max(ids, default=0) < self._vocab else ()  # weights may have fewer tokens
