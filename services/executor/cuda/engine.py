@@ -98,7 +98,7 @@ def report(
         Computed(
             device=torch.cuda.get_device_name(0), head_dim=shapes.head_dim, block_tokens=block_tokens,
             ranks=ranks, wide=dtype == "f32", fp8_kv=fp8_kv, deterministic=deterministic,
-            kept_in=dtype if dtype in ("fp8", "int4") else "",
+            kept_in=dtype if dtype in ("fp8", "int4") else "", options=shapes.has_options,
         )
     )  # fmt: skip
 
