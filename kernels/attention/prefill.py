@@ -235,23 +235,22 @@ class PrefillTuning:
     tma: bool = False
 
 
-# By the release of Triton for which it is written: another one may not have what it imports.
+GLUON_RELEASES = ("3.6", "3.7")  # of Triton: another one may not have what the kernel imports
 GLUON = {
-    "3.6": "kernels.attention.hopper:attend",
-    "3.7": "kernels.attention.hopper:attend",
+    "attend": "kernels.attention.hopper:attend",
 }
 _resolved = cache(resolve_name)
-
-
-def _release() -> str:
-    return ".".join(triton.__version__.split(".")[:2])
 
 
 def why_not_tma(head_dim: int, block_tokens: int) -> str:
     """Why kernels.attention.hopper cannot take heads and blocks of these sizes, or this release of Triton
     does not compile it (Gluon is experimental, and names in it change); empty if it can."""
-    if _release() not in GLUON:
-        return f"it is written for Triton {' and '.join(GLUON)}, and {triton.__version__} is installed"
+    if not GLUON:
+        return "it is not in this installation"
+    if ".".join(triton.__version__.split(".")[:2]) not in GLUON_RELEASES:
+        return (
+            f"it is written for Triton {' and '.join(GLUON_RELEASES)}, and {triton.__version__} is installed"
+        )
     if head_dim not in (64, 128):
         return f"it takes heads of 64 or 128, and the model's are {head_dim} wide"
     if block_tokens not in (8, 16, 32, 64, 128):
@@ -329,7 +328,7 @@ def attend_prefill(
         raise ValueError("the kernel for Hopper knows no windows, caps or sinks")
     columns = (tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts)
     if tuning.tma:
-        attend = _resolved(GLUON[_release()])
+        attend = _resolved(GLUON["attend"])
         attend(query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages)
     else:
         _attend[(kv_heads, len(tiles.counts))](
