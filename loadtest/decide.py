@@ -34,7 +34,7 @@ from loadtest.command_line import parser_of, report
 from services.scheduler.core import Scheduler, decide
 from services.scheduler.state.requests import Arrived, Event, PeerReady, Send
 from services.scheduler.state.state import Limits
-from shared.actor.runtime import settle_garbage_collector
+from shared.actor.process import settle_garbage_collector
 from shared.codec import Envelope, encode
 from shared.messages import Close, Ended, ExecHello, StepPlan, StepResult, Tokenized, ints
 

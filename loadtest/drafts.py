@@ -4,8 +4,10 @@
     python -m loadtest.drafts --loads copy --clients 1 8 -- --dtype f32
 
 Loads: `copy` goes on with a text that stands twice in the prompt, `edit` repeats code with a name changed,
-`predict` is `edit` with the code as `prediction`, `chat` is short questions. A request without drafts has
-`"speculate": false`. All requests are greedy, and the program ends with an error if an answer differs. A
+`predict` is `edit` with the code as `prediction`, `chat` is short questions, `again` the same questions by a
+tenant that has asked them before, `object` an answer within a JSON schema. In the others each round has
+tenants of its own, whose earlier answers hold no drafts. A request without drafts has `"speculate": false`.
+All requests are greedy, and the program ends with an error if an answer differs. A
 ratio is that of one round: seconds without drafts over seconds with them; the order changes with each round,
 and the first round only warms up. Flags after `--` go to `headrace up`.
 """
@@ -60,12 +62,26 @@ QUESTIONS = (
     "How do I boil an egg?", "Explain gravity to a child.", "Name five rivers and where they end.",
     "What is a prime number?", "Describe the ocean in autumn.",
 )  # fmt: skip
-TOKENS = {"copy": 80, "edit": 200, "predict": 200, "chat": 96}
+RIVER = {
+    name: {"type": kind}
+    for name, kind in {
+        "name": "string",
+        "length_km": "integer",
+        "country": "string",
+        "flows_into": "string",
+    }.items()
+}
+SCHEMA = {"type": "object", "properties": RIVER, "required": [*RIVER], "additionalProperties": False}
+TOKENS = {"copy": 80, "edit": 200, "predict": 200, "chat": 96, "again": 96, "object": 96}
 
 
 def bodies(load: str, clients: int) -> list[Body]:
     """A request for each client."""
-    asked: list[str] = {"copy": [], "edit": [EDIT], "predict": [EDIT], "chat": [*QUESTIONS]}[load]
+    asked: list[str] = {"copy": [], "edit": [EDIT], "predict": [EDIT]}.get(load, [*QUESTIONS])
+    if load == "object":
+        asked = [
+            f"Describe the {name} as JSON." for name in ("Nile", "Rhine", "Volga", "Seine", "Thames", "Po")
+        ]
     found: list[Body] = []
     for number in range(clients):
         body: Body = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS[load], "ignore_eos": True}
@@ -76,6 +92,9 @@ def bodies(load: str, clients: int) -> list[Body]:
             again = f"{number}. " if number >= len(asked) else ""  # no two answers are the same
             text = again + asked[number % len(asked)]
             body["messages"] = [{"role": "user", "content": text}]
+        if load == "object":
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "r", "schema": SCHEMA}}
+            body["ignore_eos"] = False
         if load == "predict":
             body["prediction"] = {"type": "content", "content": CODE.replace("balance", "total")}
         found.append(body)
@@ -98,7 +117,8 @@ async def rounds_of(client: Client, load: str, clients: int, rounds: int) -> dic
     for number in range(rounds + 1):
         texts: dict[bool, list[str]] = {}
         for drafts in (True, False) if number % 2 else (False, True):
-            took_s, tokens, texts[drafts] = await answered(client, asked, drafts=drafts)
+            tenant = load if load == "again" else f"{load}-{clients}-{number}-{drafts}"
+            took_s, tokens, texts[drafts] = await answered(client.as_tenant(tenant), asked, drafts=drafts)
             if number:
                 times[drafts].append(took_s)
         if texts[True] != texts[False]:
@@ -130,7 +150,7 @@ async def measured(url: str, loads: list[str], clients: list[int], rounds: int) 
 def main() -> None:
     """The program."""
     parser = parser_of("drafts", __doc__, up=True)
-    parser.add_argument("--loads", nargs="+", default=["copy", "edit", "predict", "chat"], choices=TOKENS)
+    parser.add_argument("--loads", nargs="+", default=list(TOKENS), choices=TOKENS)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from shared.messages import StepPlan
 
+PROMPT_PART = 4  # a quarter of `step_tokens` is for prompts also in a step full of decodes
+
 _PS_PER_NS, _PS_PER_US = 1_000, 1_000_000
 
 

@@ -226,10 +226,11 @@ def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
 
 def experts_mlp(x: Tensor, gate_up: Tensor | Int4Weight, down: Tensor | Int4Weight, bounds: Tensor) -> Tensor:
     """See kernels.moe.ref; plain arguments have one dtype."""
-    return _product(_gate(_product(x, gate_up, bounds), bounds), down, bounds)
+    return grouped(_gate(grouped(x, gate_up, bounds), bounds), down, bounds)
 
 
-def _product(x: Tensor, weight: Tensor | Int4Weight, bounds: Tensor) -> Tensor:
+def grouped(x: Tensor, weight: Tensor | Int4Weight, bounds: Tensor) -> Tensor:
+    """The product of each expert's rows with its matrix."""
     if isinstance(weight, Int4Weight):
         return int4.product(x, weight, bounds=bounds)
     return torch._grouped_mm(x, weight.mT, offs=bounds[1:])

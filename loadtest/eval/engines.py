@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from services.executor.actor import engine_builder
+from services.executor.build import engine_builder
 from shared.config import load
 from shared.errors import BadRequest, SetupError
 from shared.kv_blocks import blocks_for

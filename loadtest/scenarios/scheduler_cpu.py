@@ -26,7 +26,7 @@ from loadtest.simulator.hops import Hop
 from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
 from loadtest.simulator.world import Setup, World
 from services.scheduler.state.requests import Arrived, Event, Send
-from shared.actor.runtime import settle_garbage_collector
+from shared.actor.process import settle_garbage_collector
 from shared.messages import StepResult, Tokenized
 from shared.step_model import StepModel
 

@@ -21,11 +21,9 @@ import mmap
 import os
 import re
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -55,8 +53,10 @@ TUNING = {  # the number of threads on a CPU: a timing of products chooses the f
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
 }
-ADAPTERS = {  # the places of an engine of a CPU, those without weights, and their loads
+ADAPTERS = {  # the places of the engines, their size on a GPU, and their loads
     "cpu": "services.executor.adapters.places:build",
+    "cuda": "services.executor.adapters.device_places:build",
+    "bytes": "services.executor.adapters.device_places:size_bytes",
     "sim": "services.executor.adapters.sim:build",
     "loads": "services.executor.adapters.shell:AdapterLoads",
 }
@@ -279,9 +279,16 @@ def adapter_loads_of(backend: Backend, *given: Any) -> Any:
 Forced = Callable[[int, int], Sequence[int]]  # ids that a slot's grammar hardly leaves open, at most so many
 
 
-def speculation_of(tokens: Callable[[int], messages.Ints], forced: Forced) -> Speculation | None:
-    """What finds drafts in the `tokens` of a slot, and in what its grammar forces; None: nothing does."""
+def speculation_of(tokens: Callable[[int], messages.Ints], forced: Forced | None) -> Speculation | None:
+    """What finds drafts in the `tokens` of slots; None: nothing does. `forced` is None for one of several
+    ranks: they find the same drafts, each on its own, so in the tokens of the slot alone."""
     return next((resolve_name(name)(tokens, forced) for name in SPECULATION.values()), None)
+
+
+def report_of(device: str) -> Callable[..., Any]:
+    """`report` beside the `build` of the engine for a device: what runs there."""
+    report: Callable[..., Any] = resolve_name(ENGINES[device].partition(":")[0] + ":report")
+    return report
 
 
 def engine_of(device: str) -> Callable[..., Any]:
@@ -621,34 +628,6 @@ def trial_plan(
         table_counts=messages.ints(blocks[slot] for slot in tables),
         table_blocks=messages.ints(range(sum(blocks))),
     )
-
-
-class HostSegmentTimer:
-    """Times of one step's micro-batches, for traces: their compute, and their collectives under it. Each lane
-    may be timed on its own thread. Only the first MAX_SEGMENTS are kept: a step of a deep model has hundreds,
-    and the layers are alike."""
-
-    def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._now_ns = now_ns
-        self._began_ns = now_ns()
-        self._recorded: list[tuple[int, int, int]] = []
-
-    @contextmanager
-    def segment(self, lane: int) -> Iterator[None]:
-        """Time the body of this context."""
-        began_ns = self._now_ns()
-        try:
-            yield
-        finally:
-            self._recorded.append((lane, began_ns, self._now_ns()))
-
-    def segments(self) -> tuple[Segment, ...]:
-        """The first segments, in the order of their starts."""
-        first = sorted(self._recorded, key=lambda timed: timed[1])[:MAX_SEGMENTS]
-        return tuple(
-            Segment(lane, (began - self._began_ns) // 1000, (ended - began) // 1000)
-            for lane, began, ended in first
-        )
 
 
 SHM = Path("/dev/shm")

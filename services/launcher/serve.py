@@ -82,7 +82,7 @@ def serve(kind: str, settings: Settings, *, name: str = "", heartbeats: str = ""
     log; `up` passes one and prefixes each line with it. `heartbeats` is the file in which to note each
     heartbeat; the default is the file that the health check reads. Raises SetupError."""
     from shared import processes
-    from shared.actor.runtime import ProcessOptions, run
+    from shared.actor.process import ProcessOptions, run
     from shared.config import DEFAULT_NATS_URL
 
     prefixed_by_up = bool(name) and not settings.log_json

@@ -45,7 +45,7 @@ from services.launcher.serve import KINDS, check_settings
 from services.launcher.session import RunState
 from shared import codec
 from shared.actor.membership import Peers, missing
-from shared.actor.runtime import FORCED
+from shared.actor.process import FORCED
 from shared.client.client import PROBE, Client, probe, request_all
 from shared.clock import SystemClock, end_task
 from shared.config import Settings

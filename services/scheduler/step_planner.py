@@ -29,7 +29,7 @@ from services.scheduler.state.requests import ChunkRecord, Sequence
 from services.scheduler.state.state import PREFILL, Executor, InFlight, Row, State
 from shared.kv_blocks import blocks_for
 from shared.messages import StepPlan, ints
-from shared.step_model import NO_ROWS, StepShape
+from shared.step_model import NO_ROWS, PROMPT_PART, StepShape
 
 COLD_TOKENS = 256  # the chunk budget until the cost model has seen enough steps
 STRETCH_PM = (
@@ -367,8 +367,9 @@ def chunk_budget(
         return room
     if share.prompts == "block":
         return min(room, hello.block_tokens)
-    # a step full of decodes still takes one block of prompt, or prefill would starve
-    room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
+    # a step full of decodes still takes some of the prompts, or prefill would starve
+    least = max(state.limits.step_tokens // PROMPT_PART, hello.block_tokens)
+    room = min(room, max(state.limits.step_tokens - decodes, least))
     if executor.cost_model.seen < MIN_SEEN:
         return min(room, COLD_TOKENS)
     left, with_prompt = sum(left for _, left in waiting), partial(_with_prompt, columns.shape, waiting)

@@ -18,7 +18,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from services.tokenizer import intake, prepare
-from services.tokenizer.chat_template import NOT_READ, UNKNOWN, ChatTemplate
 from services.tokenizer.core import (
     Command,
     Event,
@@ -30,23 +29,22 @@ from services.tokenizer.core import (
     Tick,
     TokenizerCore,
 )
+from services.tokenizer.loading import load_model
 from services.tokenizer.queries import Checks, Queries, refuse
 from shared.actor import membership
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import ADAPTED, HEADER, STAMP, AdapterFiles, Aliases
-from shared.answer_formats.formats import AUTO, OFF, Format, named
+from shared.answer_formats.formats import OFF
 from shared.api import run_of
 from shared.config import Settings, WatchedFile
-from shared.errors import Overloaded, PayloadTooLarge
-from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
+from shared.errors import Overloaded, PayloadTooLarge, rejection
+from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, Subscription
-from shared.processes import Rarely, processor_targets
+from shared.processes import Rarely
 from shared.telemetry import traces
 from shared.telemetry.counters import Counted, Metrics, TokenizerCounter, in_status, lately, points
-from shared.vocab.files import resolve, served_names
-from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -450,53 +448,6 @@ class TenantClasses:
         """Read the file again if it has changed; an invalid file is logged and ignored."""
         if self._file is not None:
             self._file.refresh()
-
-
-def load_model(settings: Settings) -> prepare.ServedModel:
-    """The vocabulary and template of the configured model, warmed up. Raises SetupError if the model is
-    missing or of an unknown family."""
-    files = resolve(settings.model, settings.cache_dir)
-    vocabulary = load_vocabulary(files)
-    defaults = (
-        prepare.sampling_defaults(files)
-        if settings.generation_config == "auto"
-        else prepare.SamplingDefaults()
-    )
-    for special in (False, True):  # build both forms now: see Vocabulary.encode
-        vocabulary.encode("warm up", special=special)
-    name, *aliases = served_names(settings)
-    template, form = _template_of(name, vocabulary, settings.answer_format)
-    return prepare.ServedModel(
-        name=name,
-        aliases=tuple(aliases),
-        vocabulary=vocabulary,
-        template=template,
-        max_context=settings.max_context or vocabulary.context_tokens,
-        default_timeout_us=int(settings.request_timeout_s * 1e6),
-        processors=tuple(processor_targets(settings.logits_processors)),
-        trusts_templates=settings.trust_request_chat_template,
-        answer_format=form,
-        defaults=defaults,
-    )
-
-
-def _template_of(
-    model: str, vocabulary: Vocabulary, answer_format: str
-) -> tuple[ChatTemplate, Format | None]:
-    """The chat template, probed, and the format of the answers. Logs if calls of functions cannot be read."""
-    form = None if answer_format == AUTO else named(answer_format)
-    template = ChatTemplate(vocabulary, form)
-    template.skills(with_tools=False)
-    skills = template.skills(with_tools=True)
-    if answer_format == OFF:
-        return template, None
-    if skills.calls_are in (NOT_READ, UNKNOWN) and vocabulary.chat_template:
-        log.warning(
-            "%s: calls of functions in the form of its chat template are %s and may stay in the text "
-            "(docs/design/answer_formats.md); the setting answer_format names another form",
-            model, skills.calls_are,
-        )  # fmt: skip
-    return template, skills.form
 
 
 def build(settings: Settings) -> TokenizerActor:

@@ -19,12 +19,11 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import msgpack
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from shared import api, errors, session_hints
@@ -45,13 +44,9 @@ from shared.messages import (
 from shared.nats import subjects
 from shared.nats.access import CLASSES, is_keepers
 from shared.savepoints import body_hash
-from shared.vocab.files import CATALOGUE, ModelFiles, json_object, read_metadata
 from shared.vocab.vocabulary import Vocabulary
 
 NOTHING = "temperature 1, as nothing is stated"
-_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample", "max_new_tokens")
-_PREFIX = "general.sampling."
-_OF_GGUF = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # to _KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,50 +60,6 @@ class SamplingDefaults:
     def __str__(self) -> str:
         longest = {"max_tokens": self.max_tokens} if self.max_tokens else {}
         return ", ".join(f"{name} {value:g}" for name, value in {**self.fields, **longest}.items()) or NOTHING
-
-
-class _Stated(api.SamplingFields):
-    """The bounds are those of a request."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    _whole = api.whole_numbers()
-
-    do_sample: bool = True
-    max_new_tokens: int = Field(0, ge=1)
-
-
-def sampling_defaults(files: ModelFiles) -> SamplingDefaults:
-    """The defaults of a model. Raises SetupError with the file and the key of a wrong value."""
-    where = files.path if files.is_gguf else files.path / "generation_config.json"
-    given = _in_gguf(where) if files.is_gguf else json_object(where)
-    stated = {key: given[key] for key in _KEYS if given.get(key) is not None}
-    if not stated:
-        known = (entry.sampling for entry in CATALOGUE.values() if entry.file == files.path.name)
-        return SamplingDefaults(dict(next(known, ())))
-    try:
-        read = _Stated.model_validate(stated)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = str(first["loc"][0])
-        raise errors.SetupError(
-            f"{where}: `{key}` is {stated[key]!r:.40}: {first['msg']}; correct the file, or ignore what it "
-            "states with --generation-config none"
-        ) from None
-    values = {name: getattr(read, name) for name in api.SamplingFields.model_fields if name in stated}
-    if not read.do_sample:  # transformers is greedy then, for any temperature
-        values["temperature"] = 0.0
-    found = SamplingDefaults(values, read.max_new_tokens)
-    log.info("a request that names no sampling gets %s, as %s states", found, where)
-    return found
-
-
-def _in_gguf(path: Path) -> dict[str, Any]:
-    """The keys of a GGUF file, by their names in generation_config.json."""
-    metadata = read_metadata(path)
-    given = {key.removeprefix(_PREFIX): v for key, v in metadata.items() if key.startswith(_PREFIX)}
-    if unread := sorted(given.keys() - _OF_GGUF.keys()):
-        log.warning("%s: not followed: %s", path, ", ".join(_PREFIX + key for key in unread))
-    return {name: given[key] for key, name in _OF_GGUF.items() if key in given}
 
 
 log = logging.getLogger("headrace.tokenizer")

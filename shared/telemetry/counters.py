@@ -352,6 +352,23 @@ class SchedulerCounter:
         attributes=("term", "model"))
 
 
+class SchedulerSessionCounter:
+    """[Sessions](../guides/sessions.md), as the scheduler follows them."""
+
+    SESSIONS = gauge(f"{_S}sessions", "{session}", "running, idle; kept: of the idle ones",
+        attributes=("state",))
+    FOLLOWED = gauge(unit="{session}", status="sessions")
+    PAUSE = gauge(f"{_S}session_pause", "s", "half of the pauses are shorter; of the most frequent functions",
+        per=1e6, attributes=("tool",))
+    RETURNS = counter(f"{_S}session_returns", "{request}",
+        "that continue one, by where most of its blocks were: device, l1, l2, computed", attributes=("tier",))
+    ENDED = counter(f"{_S}sessions.ended", "{session}",
+        "released by a client, superseded by a new prompt, over: they hardly ever return",
+        attributes=("cause",))
+    PREFETCHED = counter(f"{_S}prefetched_blocks", "{block}", "that came up ahead of their request")
+    WASTED = counter(f"{_S}prefetch_wasted_blocks", "{block}", "of these, not needed in time")
+
+
 def _tier(key: str, unit: str, about: str, **more: Any) -> Counter:
     """A counter of the KV tiers as a scheduler sees them; its attribute of the state has the same name."""
     name = f"{_S}tiers.{key.removeprefix('tier_')}"
@@ -549,6 +566,7 @@ class KeeperCounter:
 DECLARED = (
     SchedulerCounter,
     SchedulerTierCounter,
+    SchedulerSessionCounter,
     SchedulerLinkCounter,
     KvOffloadCounter,
     KvOffloadLinkCounter,
@@ -574,6 +592,11 @@ Cell = Callable[[Facts], str]
 def now(text: str, count: Counter) -> Cell:
     """The value of now; `text` has a place for it."""
     return lambda facts: text.format(count.of(facts))
+
+
+def some(text: str, count: Counter) -> Cell:
+    """The same; nothing for 0."""
+    return lambda facts: text.format(value) if (value := count.of(facts)) else ""
 
 
 def lately_many(text: str, count: Counter) -> Cell:
@@ -625,6 +648,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         per_second("out {} tok/s", SchedulerCounter.GENERATED),
         share("prefix hits {}", SchedulerCounter.PREFIX_HITS, SchedulerCounter.PREFIX_LOOKUPS),
         lately_many("{:,} preempted", SchedulerCounter.PREEMPTIONS),
+        some("{:,} sessions", SchedulerSessionCounter.FOLLOWED),
         share_if_any("drafts kept {}", SchedulerCounter.ACCEPTED_TOKENS, SchedulerCounter.DRAFT_TOKENS),
     ),
     "executor": (per_second("{} steps/s", ExecutorCounter.STEPS),),

@@ -36,6 +36,8 @@ ROOT = 0
 LEAVING_DECISIONS = ("preempt", "requeue", "move")  # decisions that take a sequence off its executor
 RESTORE_DECISION = "restore"  # the decision at the end of one, with its `took_us`
 LOAD_DECISION = "load adapter"  # likewise
+SESSION_DECISION = "session"  # its reason begins with the name of the session
+ADMIT_DECISION = "admit"
 
 HEADER = "traceparent"
 SAMPLED = 1  # bit of the flags
@@ -111,6 +113,8 @@ FORWARD_US = "forward_us"
 SAMPLE_US = "sample_us"
 WAIT_US = "wait_us"
 WHY = "why"
+SESSION = "session"
+RESUMED = "resumed"  # where most of the prompt's blocks came from: device, L1, L2 or recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +319,31 @@ def _root(facts: RequestFacts, at: _Times, end_us: int) -> SpanData:
         GEN_AI_FINISH_REASONS: [choice.reason for choice in choices],
         EXECUTOR: choices[0].close.executor,
     }
+    attributes |= _session(choices[0].close)
     if len(choices) > 1:
         attributes[GEN_AI_REQUEST_CHOICES] = len(choices)
     if facts.reply.first_us:
         attributes[GEN_AI_FIRST_CHUNK_S] = (facts.reply.first_us - at.received) / 1e6
     error = facts.error.message if facts.error is not None else ""
     return SpanData(root_name(facts), at.received, end_us, None, attributes, kind="server", error=error)
+
+
+def _session(close: Close) -> dict[str, Value]:
+    """The session that a request continues, and where the blocks of its prompt came from, in tokens."""
+    name = next((d.why.partition(" ")[0] for d in close.decisions if d.what == SESSION_DECISION), "")
+    if not name:
+        return {}
+    found = [dict(d.numbers) for d in close.decisions if d.what in (ADMIT_DECISION, RESTORE_DECISION)]
+    usage, device = close.usage, found[0].get("hit_tokens", 0) if found else 0
+    l2 = sum(numbers.get("l2_tokens", 0) for numbers in found)
+    tokens = {
+        "device": min(device, usage.cached_tokens),
+        "L1": max(usage.cached_tokens - device - l2, 0),
+        "L2": min(l2, usage.cached_tokens),
+        "recomputed": usage.prompt_tokens - usage.cached_tokens,
+    }
+    parts = {f"{RESUMED}.{where.lower()}_tokens": count for where, count in tokens.items()}
+    return {SESSION: name, RESUMED: max(tokens, key=lambda where: tokens[where]), **parts}
 
 
 def _tokenizer_spans(facts: RequestFacts, at: _Times) -> list[SpanData]:

@@ -20,6 +20,7 @@ from support.small_llama import write_small_llama
 from support.token_tap import Tap
 
 from loadtest import faults
+from loadtest.drafts import bodies as drafts_bodies
 from loadtest.leaks import settle
 from shared.client.client import Client
 from shared.nats.bus import NatsBus
@@ -189,6 +190,29 @@ def test_a_dead_service_costs_no_token(real: Up, victim: str) -> None:
     ids = asyncio.run(ids_of(real, bodies, real.child(victim)))
     for i, case in enumerate(CASES):
         assert ids[f"{victim}-{i}", 0] == case["output_ids"], case["prompt"]
+
+
+def test_a_dead_executor_costs_no_token_of_answers_with_drafts(real: Up) -> None:
+    plain, drafted = (
+        [
+            {**body, "speculate": drafts, "request_id": f"copy-{drafts}-{i}"}
+            for i, body in enumerate(drafts_bodies("copy", 4))
+        ]
+        for drafts in (False, True)
+    )
+    before = accepted_drafts(real)
+    without = asyncio.run(ids_of(real, plain, 0))
+    assert accepted_drafts(real) == before
+    amid = asyncio.run(ids_of(real, drafted, real.child("executor"), after=60))
+    assert accepted_drafts(real) > before + 100
+    assert [amid[f"copy-True-{i}", 0] for i in range(4)] == [without[f"copy-False-{i}", 0] for i in range(4)]
+
+
+def accepted_drafts(up: Up) -> int:
+    """Drafts that became tokens so far."""
+    services = json.loads(up.run("status", "--json").stdout)["services"]
+    (scheduler,) = (service for service in services if service["kind"] == "scheduler")
+    return int(scheduler["measured"]["drafts"]["accepted"])
 
 
 def test_a_dead_rank_costs_no_token_either(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.text_models import gpt2_char, plain_bpe
 
-from services.tokenizer.actor import load_model
+from services.tokenizer.loading import load_model
 from services.tokenizer.prepare import ServedModel, encode_prompt, read_request
 from shared.config import Settings
 from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, models_dir

@@ -10,7 +10,7 @@ import pytest
 from support.pipeline.five_actors import Connect, Pipeline
 from support.token_tap import Tap
 
-from services.tokenizer.actor import load_model
+from services.tokenizer.loading import load_model
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, DuplicateRequest, Unavailable, UnknownModel
 
 CHAT: dict[str, Any] = {

@@ -45,6 +45,7 @@ LAYERS = {
         ("kv_transfer", "sim", "adapters"),
         ("cpu", "cuda"),
         ("encoder", "group"),
+        ("build",),
         ("actor",),
     ),
 }  # fmt: skip
@@ -69,12 +70,13 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
     "services/tokenizer/structured_output.py", "services/tokenizer/template_probe.py",
+    "services/tokenizer/loading.py",
     "shared/nats/jetstream.py",
-    "shared/nats/object_store.py", "shared/nats/permissions.py", "services/executor/cpu/autotune.py",
+    "shared/actor/process.py", "shared/nats/object_store.py", "shared/nats/permissions.py",
+    "services/executor/cpu/autotune.py", "services/executor/build.py",
     "services/executor/cpu/compiled.py", "services/executor/sampling/grammar_matchers.py",
     "services/executor/sampling/logits_processors.py",
     "services/executor/quantised/", "shared/vocab/gguf.py", "shared/vocab/vectors.py",
-    "services/scheduler/adapters.py", "services/tokenizer/adapters.py",
 )  # fmt: skip
 
 # The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.

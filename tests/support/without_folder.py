@@ -32,8 +32,8 @@ DELETABLE = {
     "services/executor/cpu/autotune.py": "services/executor/engine.py",
     "services/executor/cpu/compiled.py": "services/executor/engine.py",
     "services/executor/adapters/": "services/executor/engine.py",
-    "services/executor/encoder/": "services/executor/actor.py",
-    "services/executor/group/": "services/executor/actor.py",
+    "services/executor/encoder/": "services/executor/build.py",
+    "services/executor/group/": "services/executor/build.py",
     "services/executor/sampling/grammar_matchers.py": "services/executor/sampling/grammar.py",
     "services/executor/speculation/": "services/executor/engine.py",
     "services/executor/quantised/": "services/executor/checkpoint/stored.py",
@@ -82,7 +82,7 @@ DELETABLE = {
 
 LINES = {  # a first number of threads and the next; one a format, and one a dtype that keeps it; one a
     # command, and that for mistyped ones
-    "services/executor/adapters/": 3, "services/executor/cpu/autotune.py": 2,
+    "services/executor/adapters/": 5, "services/executor/cpu/autotune.py": 2,
     "services/executor/quantised/": 6,
     "services/launcher/commands/chat.py": 2, "services/launcher/commands/completion.py": 2,
     "services/launcher/commands/record.py": 3, "services/launcher/commands/status.py": 3,

@@ -1,6 +1,6 @@
 """The torch engine implements Backend: it joins weights, paged KV, slots, forward pass and sampler.
 
-services/executor/actor.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
+services/executor/build.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
 reference for the CUDA engine.
 
 The forward pass on a CPU: the embedding, the steps of a model's description, the head of the sampled rows.
@@ -39,7 +39,6 @@ from services.executor.engine import (
     BackendInfo,
     Copier,
     Drafts,
-    HostSegmentTimer,
     Pending,
     Speculation,
     StepOutput,
@@ -60,7 +59,7 @@ from services.executor.model.program import (
     shaped,
     steps_of,
 )
-from services.executor.parallel.coroutines import CommThread, ForwardPass, run_alone
+from services.executor.parallel.coroutines import CommThread, ForwardPass, HostSegmentTimer, run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.grammar import GRAMMARS, HostRows
@@ -121,8 +120,7 @@ class TorchBackend:
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
-        # the ranks of a group find the same drafts, each on its own: without grammars, which the last one has
-        forced = partial(self._host_rows.forced, self._slots.tokens if alone else None)
+        forced = partial(self._host_rows.forced, self._slots.tokens) if alone else None
         self._speculation = speculation_of(self._slots.tokens, forced) if options.max_drafts else None
         if self._speculation is not None:
             self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))

@@ -6,7 +6,7 @@ docs/benchmarks/gpu.md.
 `row_by_row` derives the layouts of deterministic mode, in which a row's bits do not depend on the rest of its
 step: every product and query has one order of summation for any number of rows and any chunks of a prompt.
 
-`choices` says which kernel an engine runs for each operation, and why a faster one does not: the executor
+`choices` has the kernel of each operation of an engine, and why a faster one does not run: the executor
 logs it, and `headrace doctor` prints it.
 """
 
@@ -226,6 +226,7 @@ class Computed:
     fp8_kv: bool = False
     deterministic: bool = False
     kept_in: str = ""  # the weights of products: fp8, int4; else as activations
+    options: bool = False  # the model computes something beside Llama's, perhaps in attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,11 @@ def tuning_for(computed: Computed) -> DeviceTuning:
         tuning = for_large_heads(tuning)
     if computed.deterministic:
         return row_by_row(tuning)
-    return tuning if computed.wide else with_tma(tuning, computed.head_dim, computed.block_tokens)
+    return (
+        tuning
+        if computed.wide or computed.options
+        else with_tma(tuning, computed.head_dim, computed.block_tokens)
+    )
 
 
 def choices(computed: Computed) -> tuple[Choice, ...]:
@@ -263,6 +268,8 @@ def choices(computed: Computed) -> tuple[Choice, ...]:
             unfit = "not in deterministic mode"
         elif computed.wide:
             unfit = "only with activations in bf16 (--dtype bf16)"
+        elif computed.options:
+            unfit = "it knows no windows, caps or sinks"
         why = f"Gluon, K and V by TMA: {unfit}"
     named = computed.device in _BY_NAME
     library = "the library's"

@@ -440,8 +440,13 @@ class Shapes:
         return int(self.options.local_rope is not None and self._windows[self.first_layer + layer] > 0)
 
     @property
+    def has_options(self) -> bool:
+        """Whether the model computes anything beside Llama's."""
+        return bool(self.options.marks) or any(map(self.window_of, range(self.layers)))
+
+    @property
     def _windows(self) -> tuple[int, ...]:
-        """Of every layer of the model."""
+        """The window of every layer of the model; 0: none."""
         return self.options.windows or (self.sliding_window,) * (self.first_layer + self.layers)
 
     def is_sparse(self, layer: int) -> bool:

@@ -170,7 +170,7 @@ def scoring_of(attention: Placed) -> Scoring:
 def embedded(rows: Tensor, shapes: Shapes) -> Tensor:
     """Rows of the embedding as the first layer reads them. The scale is rounded to their dtype (Gemma)."""
     scale = shapes.options.embedding_scale
-    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
+    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype).item()
 
 
 def shaped(logits: Tensor, shapes: Shapes) -> Tensor:

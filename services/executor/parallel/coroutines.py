@@ -12,15 +12,16 @@ in the order of the pass's own stream, frees none of them while a collective use
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from services.executor.engine import COMM, COMPUTE, HostSegmentTimer
+from services.executor.engine import COMM, COMPUTE, MAX_SEGMENTS, Segment
 
 R = TypeVar("R")
 Collective = Callable[[], object]
@@ -119,3 +120,31 @@ def _wait(done: _Done) -> None:
     error = done.get()
     if error is not None:
         raise error
+
+
+class HostSegmentTimer:
+    """Times of one step's micro-batches, for traces: their compute, and their collectives under it. Each lane
+    may be timed on its own thread. Only the first MAX_SEGMENTS are kept: a step of a deep model has hundreds,
+    and the layers are alike."""
+
+    def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._now_ns = now_ns
+        self._began_ns = now_ns()
+        self._recorded: list[tuple[int, int, int]] = []
+
+    @contextmanager
+    def segment(self, lane: int) -> Iterator[None]:
+        """Time the body of this context."""
+        began_ns = self._now_ns()
+        try:
+            yield
+        finally:
+            self._recorded.append((lane, began_ns, self._now_ns()))
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The first segments, in the order of their starts."""
+        first = sorted(self._recorded, key=lambda timed: timed[1])[:MAX_SEGMENTS]
+        return tuple(
+            Segment(lane, (began - self._began_ns) // 1000, (ended - began) // 1000)
+            for lane, began, ended in first
+        )

@@ -153,9 +153,9 @@ class HostRows:
         """Whether a slot of these has a grammar."""
         return bool(self._grammars.rows_of(slots))
 
-    def forced(self, tokens: Tokens | None, slot: int, most: int) -> Sequence[int]:
-        """See Grammars.forced; without `tokens` none are."""
-        return () if tokens is None else self._grammars.forced(tokens, slot, most)
+    def forced(self, tokens: Tokens, slot: int, most: int) -> Sequence[int]:
+        """See Grammars.forced."""
+        return self._grammars.forced(tokens, slot, most)
 
     def write_masks(
         self, slots: Sequence[int], tokens: Tokens, masks: NDArray[np.int32]

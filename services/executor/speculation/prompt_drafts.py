@@ -6,7 +6,8 @@ The longest run of last tokens that occurs counts, and of its places the latest 
 as tokens, since a short run is most often chance: a copy has 2, 5, then 8 drafts in its first steps. A text
 that repeats itself goes on repeating: drafts beyond the last token continue with the first of them. A request
 with a prediction finds its drafts there first, also after one token: most often the answer begins like it.
-What a grammar hardly leaves open, such as the names in an object, comes before both.
+What a grammar hardly leaves open, such as the names in an object, comes before both. A longer end that occurs
+in other answers of its tenant (answers.py) has its drafts there.
 
 Nothing is kept between steps.
 """
@@ -19,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.engine import NO_DRAFT, Forced
+from services.executor.speculation.answers import LEAST as LEAST_ELSEWHERE
+from services.executor.speculation.answers import Answers
 from shared.messages import Ints, SlotOpen
 
 LEAST = 2  # tokens that must occur earlier: after one the drafts are most often refused
@@ -32,27 +35,39 @@ _Tokens = NDArray[np.int32]
 class PromptDrafts:
     """See services.executor.engine.Drafter. Used by the device thread alone."""
 
-    def __init__(self, tokens: Callable[[int], Ints], forced: Forced = lambda slot, most: ()) -> None:
-        """`tokens`: of a slot, the known ones so far, as an array of int32. `forced`: see Forced."""
+    def __init__(self, tokens: Callable[[int], Ints], forced: Forced | None = None) -> None:
+        """`tokens`: of a slot, the known ones so far, in int32. `forced`: see `speculation_of`."""
         self._tokens, self._forced = tokens, forced
+        self._answers, self._opened = Answers(), dict[int, SlotOpen]()
         self._predictions: dict[int, tuple[_Tokens, int]] = {}  # by slot, with the length of its prompt
 
     def open(self, opened: SlotOpen) -> None:
         self._predictions.pop(opened.slot, None)
+        self._opened.pop(opened.slot, None)
+        if self._forced is not None and opened.tenant:
+            self._opened[opened.slot] = opened
         if opened.prediction:
             predicted = np.array(opened.prediction, np.int32)
             self._predictions[opened.slot] = predicted, opened.prompt_tokens
 
     def close(self, slot: int) -> None:
         self._predictions.pop(slot, None)
+        if (opened := self._opened.pop(slot, None)) is not None:
+            tokens, prompt = self._tokens(slot), opened.prompt_tokens
+            if len(tokens) > prompt:
+                self._answers.add(opened.tenant, np.array(tokens[max(prompt - MOST, 0) :], np.int32))
 
     def draft(self, slots: Sequence[int], most: int) -> _Tokens:
         drafts = np.full((len(slots), most), NO_DRAFT, np.int32)
         for row, slot in enumerate(slots):
-            if forced := self._forced(slot, most):
+            if self._forced is not None and (forced := self._forced(slot, most)):
                 drafts[row, : len(forced)] = forced
                 continue
-            if slot not in self._predictions and not is_repeated(self._tokens(slot)):
+            others = None
+            if slot in self._opened:
+                end = np.array(self._tokens(slot)[-MOST:], np.int32)
+                others = self._answers.of(self._opened[slot].tenant, end)
+            if others is None and slot not in self._predictions and not is_repeated(self._tokens(slot)):
                 continue
             known = np.frombuffer(self._tokens(slot), np.int32)  # dropped before the array grows
             found, length = following(known[-WINDOW:], most, LEAST)
@@ -62,6 +77,9 @@ class PromptDrafts:
                 last = known[max(prompt, len(known) - MOST) :]
                 likely, matched = following(last, most, least, text=predicted)
                 found = likely if matched >= min(length, len(known) - prompt) and len(likely) else found
+            if others is not None:
+                likely, matched = following(known[-MOST:], most, LEAST_ELSEWHERE, text=others)
+                found = likely if matched > length else found
             drafts[row, : len(found)] = found
         return drafts
 

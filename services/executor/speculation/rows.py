@@ -25,8 +25,8 @@ from shared.messages import AT_DEVICE, FROM_DEVICE, Ints, StepPlan, ints
 MOST_DRAFTS = 8  # of a row
 
 
-def drafting(tokens: Callable[[int], Ints], forced: Forced) -> DraftRows:
-    """The drafts of an engine with these `tokens` of its slots, and what their grammars have `forced`."""
+def drafting(tokens: Callable[[int], Ints], forced: Forced | None) -> DraftRows:
+    """See services.executor.engine.speculation_of."""
     return DraftRows(PromptDrafts(tokens, forced), tokens)
 
 

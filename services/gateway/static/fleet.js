@@ -1,7 +1,9 @@
-// The state of the fleet: its services, and what each KV tier holds.
+// The state of the fleet: its services, what each KV tier holds, and the sessions of the one who looks.
 
 import { load } from "./api.js";
-import { bar, bytes, cells, count, find, keep, make, put } from "./dom.js";
+import { bar, bytes, cells, count, find, keep, make, ms, put } from "./dom.js";
+
+const MOST_SESSIONS = 30;
 
 const l1_of = (state) => (state.tiers?.l1?.capacity_bytes ? state.tiers.l1 : undefined);
 const KINDS = ["gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "keeper"];
@@ -26,6 +28,27 @@ export async function fleet() {
   const tiers = services.flatMap(tiersOf);
   find("tiers-head").hidden = !tiers.length;
   keep(find("tiers"), tiers, (tier) => tier.key, newTier, drawTier);
+  await sessions();
+}
+
+async function sessions() {
+  let rows = [];
+  try {
+    rows = (await load("/v1/sessions")).data;
+  } catch (error) {
+    if (error.lost) return; // the last ones stay
+  }
+  find("sessions-part").hidden = !rows.length;
+  keep(find("sessions"), rows.slice(0, MOST_SESSIONS), (row) => row.session, () => make("tr"), drawSession);
+}
+
+// Red: the next turn computes what no tier has, or what no tier has soon enough.
+export function drawSession(line, row) {
+  const computes = row.compute_s !== undefined && !(row.load_s < row.compute_s);
+  const next = computes ? `computed ${ms(row.compute_s * 1e3)}` : row.load_s ? `loaded ${ms(row.load_s * 1e3)}` : "";
+  const idle = row.idle_s === undefined ? "" : ms(row.idle_s * 1e3);
+  cells(line, `…${row.session.slice(-4)}${row.tool ? ` (${row.tool})` : ""}`, row.state, idle, count(row.tokens), next);
+  line.className = computes ? "bad" : "";
 }
 
 function drawService(line, s) {

@@ -11,6 +11,7 @@ from services.launcher.session import Facts, Target, find_fleet, services_of
 from shared.telemetry.counters import KvOffloadCounter as Count
 from shared.telemetry.counters import KvOffloadLinkCounter as Links
 from shared.telemetry.counters import SchedulerLinkCounter as OnLinks
+from shared.telemetry.counters import SchedulerSessionCounter as Sessions
 from shared.telemetry.counters import SchedulerTierCounter as Tiers
 from shared.telemetry.counters import percent
 
@@ -49,7 +50,9 @@ def draw(stores: list[Facts], schedulers: list[Facts]) -> list[str]:
 
 def _of_tiers(scheduler: Facts) -> Facts:
     measured = scheduler.get("measured", {}).get("tiers", {})
-    return {name: scheduler.get(name) for name in ("id", "state", "tiers")} | {"measured": measured}
+    facts = {name: scheduler.get(name) for name in ("id", "state", "tiers")}
+    followed = Sessions.FOLLOWED.of(scheduler)
+    return facts | {"measured": measured} | ({Sessions.FOLLOWED.status: followed} if followed else {})
 
 
 # ---- a kv_offload -------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ def _scheduler_lines(scheduler: Facts) -> list[str]:
     shown = {"measured": {"tiers": scheduler["measured"]}}
     backoffs = Tiers.BACKOFFS.of(shown)
     rests = f"; backed off {backoffs:,} times from a tier that did not answer" if backoffs else ""
-    links = scheduler["tiers"] or {}
+    links, followed = scheduler["tiers"] or {}, Sessions.FOLLOWED.of(scheduler)
     return [
         f"{head}  {OnLinks.LOOKUPS_OPEN.of(shown):,} lookups and {OnLinks.JOBS.of(shown):,} copies"
         f" open{rests}",
@@ -142,6 +145,7 @@ def _scheduler_lines(scheduler: Facts) -> list[str]:
         f"  restore   p50 {OnLinks.RESTORE_P50.of(shown):g} ms, p99 {OnLinks.RESTORE_P99.of(shown):g} ms;"
         f" prediction off by {OnLinks.RESTORE_ERROR_P50.of(shown):g} % (p50)",
         f"  recompute prediction off by {OnLinks.RECOMPUTE_ERROR_P50.of(shown):g} % (p50)",
+        *([f"  sessions  {followed:,} followed: see `headrace sessions`"] if followed else []),
         *(_link_line(name, facts) for name, facts in links.items()),
     ]
 

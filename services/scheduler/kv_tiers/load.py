@@ -204,7 +204,7 @@ def on_ready(state: State, source: str, message: KvReady) -> None:
         offload.fetch_bytes_per_us += (rate - offload.fetch_bytes_per_us) / (
             4 if offload.fetch_bytes_per_us else 1
         )
-    fetched = max(sum(job.fetched[:there]), min(message.from_l2, there))
+    fetched = job.from_l2 = max(sum(job.fetched[:there]), min(message.from_l2, there))
     state.counters.l2_hit_blocks += fetched
     state.counters.l1_hit_blocks += there - fetched
     executor.pool.end_copy(job.blocks[there:])
@@ -293,14 +293,18 @@ def _end(state: State, job: transfers.Job, sequence: Sequence, why: str, *, came
         executor.change_rows()
         if sequence.turn.preemptions:
             preemption.start_debt(executor, sequence)
+    came_tokens = sum(job.valid) if came else 0
+    per_block = executor.hello.block_tokens if executor is not None else 0
+    l2_tokens = min(job.from_l2 * per_block, came_tokens)
     sequence.record_decision(
         state.now_us,
         "restore",
         why,
-        tokens=sum(job.valid) if came else 0,
+        tokens=came_tokens,
         predicted_us=job.predicted_us,
         took_us=state.now_us - job.began_us,
         recompute_us=job.recompute_us,
+        **({"l2_tokens": l2_tokens} if l2_tokens else {}),
     )
 
 

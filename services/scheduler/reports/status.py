@@ -46,6 +46,7 @@ from shared.telemetry.counters import (
 )
 from shared.telemetry.counters import SchedulerCounter as Count
 from shared.telemetry.counters import SchedulerLinkCounter as Links
+from shared.telemetry.counters import SchedulerSessionCounter as Sessions
 from shared.telemetry.counters import SchedulerTierCounter as TierCount
 from shared.telemetry.traces import Choice, request_spans, to_body
 
@@ -123,10 +124,11 @@ def _of_tenant(usage: TenantUsage) -> Counted:
 
 def status(state: State) -> dict[str, object]:
     """The status document. When nothing runs, requests are 0 and all blocks and slots are free."""
-    shown = in_status(counted(state))
+    shown, sessions = in_status(counted(state)), state.sessions.counted(state)
     return {
         "policy": str(state.limits.policy),
         **shown,
+        Sessions.FOLLOWED.status: sessions.get("running", 0) + sessions.get("idle", 0),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
         "states": sleep.states(state),
@@ -292,7 +294,7 @@ def waste_tokens(executor: Executor) -> int:
 def metric_points(state: State) -> Metrics:
     """All metrics, for export."""
     whole = {each: value for each, value in counted(state).items() if not each.attributes}
-    return [*points(whole), *_labelled(state), *_histograms(state)]
+    return [*points(whole), *_labelled(state), *_sessions(state), *_histograms(state)]
 
 
 def _labelled(state: State) -> Iterator[MetricPoint]:
@@ -316,6 +318,23 @@ def _labelled(state: State) -> Iterator[MetricPoint]:
             yield Links.RATE.point(link.bytes_per_second if link.copies_seen else 0, name, direction)
             yield Links.PENDING.point(link.pending_bytes, name, direction)
             yield Links.MOVED.point(link.moved_bytes, name, direction)
+
+
+def _sessions(state: State) -> Iterator[MetricPoint]:
+    found = state.sessions.counted(state)
+    for name in ("running", "idle", "kept"):
+        if name in found:
+            yield Sessions.SESSIONS.point(found[name], name)
+    for tool in found.get("tools", ()):
+        yield Sessions.PAUSE.point(tool["p50_us"], tool["tool"])
+    for tier, count in found.get("returns", {}).items():
+        yield Sessions.RETURNS.point(count, tier)
+    for cause in ("released", "superseded", "over"):
+        if cause in found:
+            yield Sessions.ENDED.point(found[cause], cause)
+    for each, name in ((Sessions.PREFETCHED, "prefetched"), (Sessions.WASTED, "wasted")):
+        if name in found:
+            yield each.point(found[name])
 
 
 def usage_points(state: State, model: str) -> Iterator[MetricPoint]:

@@ -466,6 +466,10 @@ class SessionEvents(Protocol):
         """The sessions of a tenant, or of all, the least idle first."""
         return []
 
+    def counted(self, state: State) -> dict[str, Any]:
+        """The part of `summary` that looks at no block: for metrics, each second."""
+        return {}
+
     def summary(self, state: State) -> dict[str, Any]:
         """What was learned, for people: counts, and pauses by tool."""
         return {}

@@ -63,6 +63,7 @@ class Job:
     valid: list[int] = field(default_factory=list)  # load: tokens in each block
     seq: int = 0  # load
     fetched: list[bool] = field(default_factory=list)  # load: which blocks came from L2 for it
+    from_l2: int = 0  # load: how many of its blocks, also those that L1 lost meanwhile
     sent_us: int = 0  # load: when KvCopy was sent
     predicted_us: int = 0
     recompute_us: int = 0  # predicted time to compute the same tokens

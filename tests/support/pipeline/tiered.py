@@ -18,7 +18,8 @@ from support.recording import Recording
 from support.token_tap import Tap
 from torch import Tensor
 
-from services.executor.actor import ExecutorActor, engine_builder
+from services.executor.actor import ExecutorActor
+from services.executor.build import engine_builder
 from services.kv_offload import jobs
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.backends import arena

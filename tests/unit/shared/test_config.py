@@ -41,7 +41,7 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
 
 
 def test_settings_are_few_and_explained() -> None:
-    assert len(Settings.model_fields) <= 64
+    assert len(Settings.model_fields) <= 66
     assert all(field.description for field in Settings.model_fields.values())
 
 

@@ -80,7 +80,7 @@ def test_the_first_start_with_default_settings_compiles_nothing(tmp_path: Path) 
     Python calls, which it would keep nowhere."""
     code = (
         "from numba.core.dispatcher import Dispatcher; Dispatcher.compile = None; "
-        "from pathlib import Path; import sys; from services.executor.actor import engine_builder; "
+        "from pathlib import Path; import sys; from services.executor.build import engine_builder; "
         "from shared.config import load; "
         "engine = engine_builder(load(flags={'model': sys.argv[1], 'slots': 2}).settings)(); "
         "engine.warm_up(); print(engine.info.dtype)"

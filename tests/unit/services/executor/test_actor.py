@@ -13,7 +13,8 @@ import pytest
 from support.actor_fleet import Fleet, Hand, watched_fleet
 
 from services.executor import actor as executor_actor
-from services.executor.actor import STUCK_US, THREADS_A_CORE, ExecutorActor, engine_builder
+from services.executor.actor import STUCK_US, ExecutorActor
+from services.executor.build import THREADS_A_CORE, engine_builder
 from services.executor.engine import Alarm, Backend, BackendInfo, EngineGone, Pending
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.membership import TOKENS

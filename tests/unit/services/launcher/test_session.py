@@ -391,7 +391,7 @@ def test_lmcache_sends_no_usage_takes_no_device_and_its_files_are_private(
         seen.append({name: os.environ.get(name) for name in names})
         return 0
 
-    monkeypatch.setattr("shared.actor.runtime.run", run)
+    monkeypatch.setattr("shared.actor.process.run", run)
     monkeypatch.setattr("services.launcher.serve.leave", lambda status: status)
     for kind in ("tokenizer", "kv_offload"):
         assert serve(kind, Settings(), name=kind) == 0

@@ -10,6 +10,7 @@ from support.scheduler.world import World
 
 from services.scheduler.state.state import Executor, Limits
 from services.scheduler.step_planner import OVERDUE, are_copies_ending
+from shared.codec import MAX_MESSAGE_BYTES, Envelope, encode
 
 STEP_US, STORE_US = 60_000, 1_000
 ASKED = {"first": [5] * 7, "second": [6] * 7}  # two blocks each, and both grow by one at a time
@@ -80,6 +81,39 @@ def test_how_long_stores_take_is_learned(short: World) -> None:
     while not executor.down.store_us:
         assert short.deliver_tier() or short.deliver_copy() or short.deliver()
     assert executor.down.store_us == short.now_us - began_us
+
+
+def test_a_step_has_a_row_for_each_of_1024_slots_and_its_messages_fit() -> None:
+    slots, prompt, answer = 1_024, 1, 9
+    world = World(now_us=1_000)
+    world.add_engine(blocks=4 * slots, slots=slots, max_step_tokens=slots + 256)
+    for number in range(slots + 1):
+        world.ask(f"r{number}", [number % 900 + 50] * prompt, answer)
+    world.run()
+    fullest = max(world.plans, key=lambda plan: len(plan.slots))
+    assert len(fullest.slots) == slots, "all but the last request, which waits for a slot"
+    for plan in world.plans:
+        assert len(encode(Envelope("scheduler.s", 1, 1, plan))) <= MAX_MESSAGE_BYTES
+    for number in range(slots + 1):
+        world.assert_answers(f"r{number}")
+    world.assert_idle()
+
+
+@pytest.mark.parametrize(("slots", "decodes", "tokens"), [(64, 60, 16), (16, 12, 52)])
+def test_a_step_full_of_decodes_takes_a_quarter_of_step_tokens_of_prompts(
+    slots: int, decodes: int, tokens: int
+) -> None:
+    """Steps have 64 tokens: what the decodes leave, or a quarter."""
+    world = World(Limits(overlap="single", step_tokens=64), now_us=1_000)
+    world.add_engine(blocks=1_000, slots=slots, max_step_tokens=200, max_context=300)
+    for number in range(decodes):
+        world.ask(f"d{number}", [number + 5] * 2, 40)
+    while len(only(world).running) < decodes or any(count > 1 for count in world.plans[-1].counts):
+        world.deliver()
+    world.ask("long", list(range(5, 205)), 2)
+    while world.plans[-1].counts[-1] == 1:
+        world.deliver()
+    assert world.plans[-1].counts.tolist() == [1] * decodes + [tokens]
 
 
 LOOP_US = 100

@@ -10,8 +10,8 @@ from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf, write_hf_fol
 from tokenizers import AddedToken, Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.tokenizer.actor import load_model
 from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.loading import load_model
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.vocab.files import ModelFiles

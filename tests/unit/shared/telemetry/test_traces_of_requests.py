@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.messages import Chunk, Close, Decision, Timings, Usage
 from shared.telemetry.traces import (
@@ -42,6 +44,11 @@ def close(final: int = 3, **more: Any) -> Close:
         "decisions": (Decision(at_us=100, what="admit", why="room", numbers=(("blocks", 19),)),),
     }
     return Close(seq=1, final=final, reason="stop", **{**fields, **more})
+
+
+def _restored(tokens: int, **more: int) -> Decision:
+    """Blocks came up from a tier."""
+    return Decision(at_us=150, what="restore", why="it came", numbers=(("tokens", tokens), *more.items()))
 
 
 def table(spans: list[SpanData]) -> list[tuple[str, int, int, int | None]]:
@@ -114,6 +121,35 @@ def test_spans_have_the_facts_of_the_request() -> None:
     assert by_name["prefill chunk 2"].attributes == second
     assert by_name["decode"].attributes["tokens_per_second"] == 1_000.0  # two tokens in 2 ms
     assert by_name["send"].attributes["messaging.destination.name"] == "_INBOX.x"
+
+
+SESSION = Decision(at_us=0, what="session", why="8d5b by its tip, after shell", numbers=(("idle_us", 90),))
+ADMIT = Decision(at_us=100, what="admit", why="room", numbers=(("hit_tokens", 32),))
+
+
+@pytest.mark.parametrize(
+    ("decisions", "cached", "resumed"),
+    [
+        ((SESSION, ADMIT), 32, ("recomputed", 32, 0, 0, 68)),
+        ((SESSION, ADMIT), 0, ("recomputed", 0, 0, 0, 100)),
+        ((SESSION, _restored(48)), 48, ("recomputed", 0, 48, 0, 52)),
+        ((SESSION, ADMIT, _restored(48)), 80, ("L1", 32, 48, 0, 20)),
+        ((SESSION, ADMIT, _restored(64, l2_tokens=48)), 96, ("L2", 32, 16, 48, 4)),
+        ((SESSION,), 0, ("recomputed", 0, 0, 0, 100)),
+        ((ADMIT, _restored(48)), 80, None),
+    ],
+)
+def test_the_root_names_the_session_and_where_its_blocks_came_from(
+    decisions: tuple[Decision, ...], cached: int, resumed: tuple[Any, ...] | None
+) -> None:
+    usage = Usage(prompt_tokens=100, completion_tokens=3, cached_tokens=cached)
+    root, *_ = spans_of(
+        Choice(index=0, tokens=3, reason="stop", close=close(decisions=decisions, usage=usage))
+    )
+    names = ("device_tokens", "l1_tokens", "l2_tokens", "recomputed_tokens")
+    keys = ("resumed", *(f"resumed.{name}" for name in names))
+    found = {name: each for name, each in root.attributes.items() if name.startswith(("session", "resumed"))}
+    assert found == ({} if resumed is None else {"session": "8d5b", **dict(zip(keys, resumed, strict=True))})
 
 
 def test_choices_share_a_prompt_and_have_a_span_each() -> None:

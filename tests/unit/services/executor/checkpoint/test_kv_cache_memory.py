@@ -11,7 +11,7 @@ import torch
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_models import save_tiny
 
-from services.executor.actor import engine_builder
+from services.executor.build import engine_builder
 from services.executor.checkpoint import kv_cache
 from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.kv_cache import allocate, block_bytes, fitting_blocks, gpu_blocks

@@ -13,7 +13,7 @@ from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny, tiny_model
 
 import kernels.cpu_jit
-from services.executor.actor import engine_builder
+from services.executor.build import engine_builder
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, check_digest, model_digest
 from services.executor.cpu.engine import build

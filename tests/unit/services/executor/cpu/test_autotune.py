@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as GgmlType
 from support.executor.tiny_gguf import write_gguf
 
 import kernels.cpu_jit
-from services.executor import actor
+from services.executor import build
 from services.executor.checkpoint import loader
 from services.executor.cpu import autotune, engine
 from services.executor.cpu.autotune import (
@@ -319,7 +319,7 @@ def test_an_executor_starts_with_the_threads_that_were_timed_and_its_log_names_a
     monkeypatch.setattr(loader, "best_dtype", lambda *_: (rule, "a reason"))
     monkeypatch.setattr(engine, "build", lambda options: options)
     caplog.set_level("INFO", "headrace.executor")
-    options = actor._torch(
+    options = build._torch(
         settings(tmp_path, model=str(tmp_path), dtype=dtype, backend="torch"), Alarm(), GrammarNews()
     )
     name = dtype if dtype != "auto" else rule

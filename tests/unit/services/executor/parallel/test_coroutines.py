@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.executor.engine import MAX_SEGMENTS, HostSegmentTimer, Segment
+from services.executor.engine import MAX_SEGMENTS, Segment
 from services.executor.parallel.coroutines import (
     Collective,
     CommThread,
     ForwardPass,
+    HostSegmentTimer,
     run_interleaved,
 )
 

@@ -120,9 +120,9 @@ def test_tensor_types_equal_the_gguf_library_bit_for_bit(kind: str, tmp_path: Pa
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_gguf("llama", tmp_path / "m.gguf", architecture="gemma3")
+    path = write_gguf("llama", tmp_path / "m.gguf", architecture="gemma4")
     with pytest.raises(
-        SetupError, match=r"architecture 'gemma3' is not supported; .* llama, mistral, qwen2, qwen3"
+        SetupError, match=r"architecture 'gemma4' is not supported; .* llama, mistral, qwen2, qwen3"
     ):
         load_gguf(path, torch.float32, CPU)
 

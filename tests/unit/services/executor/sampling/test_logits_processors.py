@@ -14,7 +14,7 @@ import torch
 from support.executor.plan_maker import PlanMaker
 from support.executor.tiny_models import save_tiny
 
-from services.executor.actor import engine_builder
+from services.executor.build import engine_builder
 from services.executor.cpu.engine import TorchOptions, build
 from services.executor.sampling.logits_processors import Wait, load_processors
 from shared.config import Settings

@@ -134,6 +134,8 @@ def test_kv_command_prints_the_schedulers_use_of_a_tier() -> None:
         "  recompute prediction off by 0 % (p50)",
         "  executor e1 on h: up 8.1 GB/s, 2 GB moved, 1 pending; down not measured, 0 B moved, 0 pending",
     ]
+    followed = kv.draw([], [{**answer, "sessions": 1_200}])
+    assert followed[-2] == "  sessions  1,200 followed: see `headrace sessions`"
 
 
 async def test_json_has_everything(

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.reports import sessions
+from services.scheduler.reports import sessions, status
 from services.scheduler.state.state import Limits, NoSessions, State
 from shared import bodies
 from shared.messages import SessionAnswer, SessionVerb
 from shared.nats import subjects
 from shared.nats.interface import Delivery
 from shared.session_hints import name_of
+from shared.telemetry.counters import MetricPoint
 
 IDLE = SessionAnswer(
     state="idle", tokens=41_216, l1=41_216, will="prefetch", tenant="acme", session="ab" * 16, tool="shell",
@@ -142,6 +143,40 @@ def test_a_tenant_sees_its_own_sessions_and_the_operator_all() -> None:
 )
 def test_the_subject_of_a_list_names_its_tenant(subject: str, tenant: str | None) -> None:
     assert sessions.tenant_of(subject) == tenant
+
+
+class Counting(NoSessions):
+    """Has counted all that it may count."""
+
+    def counted(self, state: State) -> dict[str, Any]:
+        return {
+            "running": 2, "idle": 30, "kept": 1, "released": 3, "superseded": 4, "over": 0,
+            "tools": [{"tool": "shell", "p50_us": 2_500_000, "pauses": 9}],
+            "returns": {"device": 5, "computed": 1}, "prefetched": 16, "wasted": 2,
+        }  # fmt: skip
+
+
+def test_sessions_are_metrics_and_a_count_in_the_status() -> None:
+    state = State(Limits())
+    assert status.status(state)["sessions"] == 0
+    bare = {point.name for point in status.metric_points(state)}
+    assert not [name for name in bare if "session" in name or "prefetch" in name]
+    state.sessions = Counting()
+    assert status.status(state)["sessions"] == 32
+    found = {
+        (
+            point.name.removeprefix("headrace.scheduler."),
+            *(value for _, value in point.attributes),
+        ): point.value
+        for point in status.metric_points(state)
+        if isinstance(point, MetricPoint) and point.name not in bare
+    }
+    assert found == {
+        ("sessions", "running"): 2, ("sessions", "idle"): 30, ("sessions", "kept"): 1,
+        ("session_pause", "shell"): 2.5, ("session_returns", "device"): 5, ("session_returns", "computed"): 1,
+        ("sessions.ended", "released"): 3, ("sessions.ended", "superseded"): 4, ("sessions.ended", "over"): 0,
+        ("prefetched_blocks",): 16, ("prefetch_wasted_blocks",): 2,
+    }  # fmt: skip
 
 
 class Many(NoSessions):

@@ -16,9 +16,10 @@ import pytest
 import uvloop
 from support.memory_bus import MemoryBroker
 
-from shared.actor import runtime
+from shared.actor import process
 from shared.actor.mailbox import Mailbox
-from shared.actor.runtime import Actor, ProcessOptions
+from shared.actor.process import ProcessOptions
+from shared.actor.runtime import Actor
 from shared.nats.interface import Bus
 
 OPTIONS = ProcessOptions(fleet="f", host_id="h", actor_id="a", drain_timeout_s=1.0)
@@ -86,7 +87,7 @@ def run(actor: Actor, options: ProcessOptions = OPTIONS) -> int:
         return MemoryBroker().connect()
 
     try:
-        status = runtime.run(actor, connect, options)
+        status = process.run(actor, connect, options)
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
@@ -158,7 +159,8 @@ ROOT = Path(__file__).parents[4]
 SECOND_SIGNAL = """
 import asyncio, os, signal, sys, time
 sys.path.append("tests")
-from shared.actor.runtime import Actor, ProcessOptions, run
+from shared.actor.process import ProcessOptions, run
+from shared.actor.runtime import Actor
 from support.memory_bus import MemoryBroker
 
 class Slow(Actor):

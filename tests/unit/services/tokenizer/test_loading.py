@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.prepare import SamplingDefaults, sampling_defaults
+from services.tokenizer.loading import sampling_defaults
+from services.tokenizer.prepare import SamplingDefaults
 from shared.errors import SetupError
 from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, ModelFiles
 
