@@ -405,7 +405,7 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
             view = _view(state, executor, conditions, seq, chance_pm, length)
             verdicts[group] = judge(view), view.preempted
         what, preempted = verdicts[group]
-        if what == "drop" and pool.give_up(block):
+        if what == "drop" and pool.give_up(block, spent=True):
             state.counters.dropped_blocks += 1
             state.counters.dropped_preempted_blocks += preempted
             dealt += 1

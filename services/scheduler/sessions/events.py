@@ -17,7 +17,7 @@ from typing import Any
 
 from services.scheduler import prefix_cache
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
-from services.scheduler.sessions import report, verbs
+from services.scheduler.sessions import report, rise, verbs
 from services.scheduler.sessions.match import Prefixes
 from services.scheduler.sessions.pauses import LearnedPauses
 from services.scheduler.sessions.table import Outcomes, Session, Table
@@ -85,6 +85,7 @@ class Sessions(SessionEvents):
         """A request of a session has come: its pause is over."""
         paused_us = state.now_us - session.idle_since_us if session.turns else 0
         self._is_not_idle(session)
+        self._count_rise(state, session)
         if session.turns and not session.running and session.idle_since_us > self.cut_us:
             self.pauses.add(session.tenant, session.tool, paused_us, was_lost=session.is_late)
         self.table.wake(session)
@@ -101,6 +102,12 @@ class Sessions(SessionEvents):
             paused_us=paused_us,
             known_blocks=blocks,
         )
+
+    def _count_rise(self, state: State, session: Session) -> None:
+        """Blocks that came up for a session are used if it returns soon."""
+        if session.risen_blocks and state.now_us - session.risen_us > rise.UNUSED_US:
+            self.outcomes.wasted += session.risen_blocks
+        session.risen_blocks = 0
 
     def _begin(self, session: Session) -> Session:
         for over in self.table.add(session):
@@ -307,6 +314,12 @@ class Sessions(SessionEvents):
             kept = verbs.keep(state, self.table, session, verb.keep_us)
             will, why = ("keep", "") if kept else ("nothing", verbs.OVER_SHARE)
             return replace(answer, will=will, why=why, kept_us=max(session.kept_until_us - state.now_us, 0))
+        if verb.verb == "prefetch":
+            blocks, why = rise.prefetch(state, report.places(state, session)[0], session)
+            self.outcomes.prefetched += blocks
+            if blocks:
+                session.risen_blocks, session.risen_us = blocks, state.now_us
+            return replace(answer, will="nothing" if why else "prefetch", why=why)
         if verb.verb == "release":
             for each in verbs.tree(self.table, session) if verb.tree else [session]:
                 self.outcomes.released += 1

@@ -61,6 +61,8 @@ class Session:
     is_late: bool = False  # it was counted among those that do not return
     is_final: bool = False  # it ends with the request that runs
     touched_us: int = 0  # when its blocks in L1 were last moved to the warm end
+    risen_blocks: int = 0  # that came up before a request of it
+    risen_us: int = 0  # when
     had_blocks: int = 0  # that the device had of its last prompt
 
     @property
