@@ -285,6 +285,12 @@ def speculation_of(tokens: Callable[[int], messages.Ints], forced: Forced | None
     return next((resolve_name(name)(tokens, forced) for name in SPECULATION.values()), None)
 
 
+def report_of(device: str) -> Callable[..., Any]:
+    """`report` beside the `build` of the engine for a device: what runs there."""
+    report: Callable[..., Any] = resolve_name(ENGINES[device].partition(":")[0] + ":report")
+    return report
+
+
 def engine_of(device: str) -> Callable[..., Any]:
     """The function that builds the engine of this type of device. Raises SetupError."""
     if device not in ENGINES:

@@ -61,8 +61,8 @@ from services.executor.cuda.input_batch import (
     arrange_drafts,
     can_have_drafts,
 )
-from services.executor.cuda.kernel_configs import Computed, choices, tuning_for
-from services.executor.cuda.optioned import model_of
+from services.executor.cuda.kernel_configs import Choice, Computed, choices, tuning_for
+from services.executor.cuda.model import CudaModel
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -87,6 +87,20 @@ def build(options: TorchOptions, ranks: Ranks = SOLO) -> CudaBackend:
             "on a GPU experts are computed in bf16, and not in deterministic mode; use device cpu for either"
         )
     return CudaBackend(options, loaded)
+
+
+def report(
+    shapes: Shapes, *, block_tokens: int, ranks: int, dtype: str, fp8_kv: bool, deterministic: bool
+) -> tuple[Choice, ...]:
+    """The kernels of an engine on the first GPU. Raises SetupError where Triton cannot start kernels."""
+    check_compiler()
+    return choices(
+        Computed(
+            device=torch.cuda.get_device_name(0), head_dim=shapes.head_dim, block_tokens=block_tokens,
+            ranks=ranks, wide=dtype == "f32", fp8_kv=fp8_kv, deterministic=deterministic,
+            kept_in=dtype if dtype in ("fp8", "int4") else "", options=shapes.has_options,
+        )
+    )  # fmt: skip
 
 
 class CudaBackend:
@@ -150,7 +164,7 @@ class CudaBackend:
         )  # fmt: skip
         if self.adapters is not None:
             self.info = replace(self.info, adapter_places=options.lora_places)
-        model = model_of(loaded, works, tuning, options.slots, self.adapters)
+        model = CudaModel(loaded, works, tuning, options.slots, self.adapters)
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)

@@ -38,7 +38,8 @@ from services.executor.cuda.comm_overlap import (
 )
 from services.executor.cuda.compile_ahead import compile_ahead
 from services.executor.cuda.kernel_configs import DeviceTuning
-from services.executor.cuda.model import CudaModel, ForwardStep
+from services.executor.cuda.model import CudaModel
+from services.executor.cuda.optioned import ForwardStep
 from services.executor.engine import MAX_SEGMENTS, Segment
 from services.executor.parallel.step_split import CUT_TOKENS
 

@@ -44,7 +44,7 @@ from kernels.sampling.gpu import Choices, mask_room
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.loader import Loaded
 from services.executor.cuda.kernel_configs import DeviceTuning
-from services.executor.cuda.model import ForwardStep
+from services.executor.cuda.optioned import ForwardStep
 from services.executor.parallel.step_split import Chunk
 from services.executor.sampling.sampler import NO_TOKEN, STOP_IDS, SlotTokens, seed_key, slot_row
 from shared.errors import EngineError

@@ -20,7 +20,6 @@ from kernels.elementwise import rms_norm, swiglu
 from services.executor.adapters.device_places import DevicePlaces, size_bytes
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.cuda import model as cuda_model
-from services.executor.cuda.optioned import model_of
 from services.executor.engine import engine_of
 from shared.errors import SetupError
 from shared.messages import SlotOpen, ints
@@ -143,7 +142,7 @@ def test_places_beside_weights_that_are_not_plain_are_refused(tmp_path: Path) ->
     loaded = load(options(save_tiny("llama", tmp_path)))
     tuning: Any = None
     with pytest.raises(SetupError, match="plain weights"):
-        model_of(replace(loaded, kept_in="fp8"), {}, tuning, 1, object())
+        cuda_model.CudaModel(replace(loaded, kept_in="fp8"), {}, tuning, 1, object())
 
 
 def test_engine_on_a_gpu_computes_rows_of_adapters_as_the_merged_models(tmp_path: Path) -> None:
