@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import NamedTuple
 
-from services.scheduler import preemption
+from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state import transfers
@@ -109,12 +109,14 @@ def _available(
 
 
 def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> None:
-    """Load the next part of a long prefix."""
+    """Load the next part of a long prefix, or of one that lies here and below by turns."""
     offload = state.tiers.below(executor.hello, state.now_us)
     if offload is None:
         return
     result = transfers.LookupResult(state.now_us, at_us=state.now_us, goes_on=True)
     keys, valid = _available(executor, sequence, result)
+    keys = list(takewhile(lambda key: key not in executor.pool.block_of, keys))
+    valid = valid[: len(keys)]
     if keys and sequence.reserved >= len(keys):
         load_us = _load_us(executor, offload, len(keys), 0, state.now_us)
         _send_prefetch(state, executor, offload, sequence, _Load(keys, valid, load_us))
@@ -251,7 +253,9 @@ def end_copy(state: State, job: transfers.Job, executor: Executor, message: KvCo
     state.counters.add_restore(state.now_us - job.began_us, job.predicted_us)
     _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.offload}")
     entries = len(sequence.table)
-    if entries >= lookups.MAX_KEYS and sequence.computed == entries * executor.hello.block_tokens:
+    prefix_cache.catch_up(executor, sequence)
+    goes_on = entries >= lookups.MAX_KEYS or len(sequence.table) > entries
+    if goes_on and sequence.computed == len(sequence.table) * executor.hello.block_tokens:
         _load_next_part(state, executor, sequence)
 
 
