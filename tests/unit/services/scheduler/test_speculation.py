@@ -178,7 +178,7 @@ def test_first_request_has_drafts_from_its_second_decode_on() -> None:
         assert [max(plan.counts) > 1 for plan in world.plans[1:3]] == [False, True]
 
 
-def test_rows_that_find_no_draft_are_asked_in_turn() -> None:
+def test_rows_without_a_found_draft_take_turns() -> None:
     world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
     world.add_engine(max_drafts=7, max_context=128, blocks=400, slots=12)
     engine, found = world.engines["e1"], list[int]()
