@@ -53,8 +53,10 @@ TUNING = {  # the number of threads on a CPU: a timing of products chooses the f
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
 }
-ADAPTERS = {  # the places of an engine of a CPU, those without weights, and their loads
+ADAPTERS = {  # the places of the engines, their size on a GPU, and their loads
     "cpu": "services.executor.adapters.places:build",
+    "cuda": "services.executor.adapters.device_places:build",
+    "bytes": "services.executor.adapters.device_places:size_bytes",
     "sim": "services.executor.adapters.sim:build",
     "loads": "services.executor.adapters.shell:AdapterLoads",
 }
