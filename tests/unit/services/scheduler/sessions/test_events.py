@@ -13,7 +13,7 @@ from support.scheduler.world import World
 from services.scheduler.core import Scheduler
 from services.scheduler.reports import event_log
 from services.scheduler.sessions import events
-from services.scheduler.sessions.events import LATE_US, Sessions
+from services.scheduler.sessions.events import TOOL_LATE_US, Sessions
 from services.scheduler.sessions.pauses import USER
 from services.scheduler.sessions.table import SHARED_AT, Session
 from services.scheduler.state.policies import Policy
@@ -235,10 +235,10 @@ def test_pause_across_a_lost_broker_teaches_nothing() -> None:
 def test_session_that_does_not_return_counts_as_lost_until_it_does() -> None:
     world = fresh()
     history = asked(world, "first", PROMPT, "shell")
-    world.tick(LATE_US)
+    world.tick(TOOL_LATE_US)
     learned = sessions_of(world).pauses.names["public", "shell", True]
     assert (learned.samples, learned.lost) == (0, 1)
-    world.tick(LATE_US)
+    world.tick(TOOL_LATE_US)
     assert learned.lost == 1
     asked(world, "second", [*history, 7], "shell")
     assert (learned.samples, learned.lost) == (1, 0)
@@ -267,7 +267,7 @@ def test_chance_of_a_block_is_that_of_its_session(running: bool) -> None:
         assert state.sessions.chance_pm(state, seq, 40, "public") == 1_000
     else:
         soon = state.sessions.chance_pm(state, seq, 40, "public")
-        world.tick(100_000_000)
+        world.tick(1_000_000_000)
         late = state.sessions.chance_pm(state, seq, 40, "public")
         assert 900 < soon <= 1_000
         assert late < 200
@@ -308,11 +308,11 @@ def check_chains(world: World) -> None:
     table = sessions.table
     for session in table.by_name.values():
         assert all(0 < tip.blocks <= session.blocks for tip in session.tips)
-        idle = session.name in sessions.young or session.name in sessions.late
+        idle = session.name in {**sessions.young, **sessions.working, **sessions.late}
         assert idle == (session.running == 0)
         of = table.tenants[session.tenant]
         assert (session.name in of.idle or session.name in of.guesses) == (session.running == 0)
-    assert set(sessions.young) | set(sessions.late) <= set(table.by_name)
+    assert {*sessions.young, *sessions.working, *sessions.late} <= set(table.by_name)
     assert set(sessions.of_request) <= set(state.requests)
     assert set(sessions.parents) <= set(state.requests)
     assert {s.name for s in sessions.of_request.values()} <= set(table.by_name)
@@ -518,3 +518,21 @@ def test_requests_that_share_nothing_get_the_commands_of_the_policy_off(
         world.finish()
         commands.append(sent)
     assert commands[0] == commands[1]
+
+
+def test_system_prompt_outlives_the_sessions_that_end_one_after_another() -> None:
+    """Each program ends before the next one: the second computes the prompt once more, no later one."""
+    world = fresh(FakeTier(capacity=256))
+    cached = []
+    for number in range(4):
+        name = f"r{number}"
+        prompt = [*[5] * 160, *[number + 10] * 80]
+        asked(world, name, prompt, session=f"{number:032x}", session_final=True)
+        world.tick(10_000)
+        world.run()
+        closed = world.readers_of(name)[0].closed
+        assert closed is not None
+        cached.append(closed.usage.cached_tokens)
+    assert proven(world) == []
+    assert cached[0] == 0
+    assert cached[2] == cached[3] >= 128
