@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support.scheduler.world import World, any_limits
 
 from services.scheduler.adapters import PATIENCE_US
+from services.scheduler.admission import MOST_DEATHS
 from services.scheduler.state.requests import PeerDraining
 from services.scheduler.state.state import Limits
 from shared.messages import AdapterLoad, Sampling
@@ -234,7 +235,7 @@ def test_any_order_of_events_gives_each_request_the_tokens_of_its_adapter(data: 
             world.deliver_adapter(name)
         elif what == "tick":
             world.tick(data.draw(st.sampled_from([1_000, PATIENCE_US])))
-        elif epochs[name] < 3:
+        elif sum(epochs.values()) < len(epochs) + MOST_DEATHS - 1:  # more would end a request
             world.crash(name)
             epochs[name] += 1
             world.add_engine(name, epoch=epochs[name], adapter_places=places)
