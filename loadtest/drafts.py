@@ -6,7 +6,7 @@
 Loads: `copy` goes on with a text that stands twice in the prompt, `edit` repeats code with a name changed,
 `predict` is `edit` with the code as `prediction`, `chat` is short questions, `again` the same questions by a
 tenant that has asked them before, `object` an answer within a JSON schema. In the others each round has
-tenants of  its own, whose earlier answers hold no drafts. A request without drafts has `"speculate": false`.
+tenants of its own, whose earlier answers hold no drafts. A request without drafts has `"speculate": false`.
 All requests are greedy, and the program ends with an error if an answer differs. A
 ratio is that of one round: seconds without drafts over seconds with them; the order changes with each round,
 and the first round only warms up. Flags after `--` go to `headrace up`.

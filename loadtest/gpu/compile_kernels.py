@@ -39,6 +39,7 @@ from services.executor.checkpoint.weights import assemble, whole_model
 from services.executor.cuda import model as cuda_model
 from services.executor.cuda.compile_ahead import compile_ahead
 from services.executor.cuda.kernel_configs import Computed, tuning_for
+from services.executor.cuda.optioned import ForwardStep
 from services.executor.model.description import Shapes, describe
 from services.executor.sampling.sampler import STOP_IDS
 
@@ -119,7 +120,7 @@ def run_forward(computed: Computed, *, kept: torch.dtype, fp8: bool = False) -> 
                 room = parts_room(entries, 8, tuning.prefill.rows, 128, META)
                 split = PrefillSplit(ints(count), ints(count), ints(count), room)
             tiles = PrefillTiles(ints(count), ints(count), ints(count), ints(count), tables, split)
-        model.hidden(cuda_model.ForwardStep(found, ints(tokens), decode, tiles))
+        model.hidden(ForwardStep(found, ints(tokens), decode, tiles))
 
     if not computed.deterministic:
         for rows in ROWS:

@@ -36,7 +36,7 @@ IN_TURN = 2  # rows of a step that are asked in turn,
 MANY = 32  # and of every eighth step with more rows than this: drafts seldom pay there
 BARE_EVERY = 256  # steps: one without drafts shows what they cost
 LEAST_PM = 5  # of a draft's probability
-PREDICTED_PM = 900  # drafts that are kept of a request with a prediction, until it is learned
+PREDICTED_PM = 900  # drafts that are kept with a prediction or a grammar, until it is learned
 GRAPHS = (1, 3, 7)  # drafts of a row for which engines record graphs
 
 
@@ -165,7 +165,7 @@ def _begin(executor: Executor, s: Sequence) -> None:
     """A new sequence begins with what its executor has learned."""
     pace, drafting = executor.drafting, s.drafting
     drafting.found_pm, drafting.kept_pm = pace.found_ppm // 1_000, pace.kept_ppm // 1_000
-    if s.request.tokenized.prediction:
+    if s.request.tokenized.prediction or s.request.tokenized.grammar:
         drafting.found_pm, drafting.kept_pm = PREDICTED_PM, max(PREDICTED_PM, drafting.kept_pm)
     drafting.tried_step = executor.step + 1 - TRY_EVERY + TRY_FIRST
     drafting.choose(pace.least_pm, executor.hello.max_drafts)

@@ -203,7 +203,7 @@ def test_a_dead_executor_costs_no_token_of_answers_with_drafts(real: Up) -> None
     before = accepted_drafts(real)
     without = asyncio.run(ids_of(real, plain, 0))
     assert accepted_drafts(real) == before
-    amid = asyncio.run(ids_of(real, drafted, real.child("executor"), after=120))
+    amid = asyncio.run(ids_of(real, drafted, real.child("executor"), after=60))
     assert accepted_drafts(real) > before + 100
     assert [amid[f"copy-True-{i}", 0] for i in range(4)] == [without[f"copy-False-{i}", 0] for i in range(4)]
 

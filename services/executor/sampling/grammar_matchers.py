@@ -23,6 +23,7 @@ only their own tenant. Refusals are kept, too. The end waits for no thread.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections import OrderedDict, deque
@@ -45,7 +46,9 @@ from shared.errors import EngineError
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, SlotOpen
 from shared.vocab.vocabulary import Vocabulary
 
-QUOTE = ' "'  # begins a name after a comma
+NAME = re.compile(r'[{,](\s*)"[^"]*":')  # of an object, with the white space before it
+QUOTE = ' "'  # begins a name if none is known
+NEAR = 48  # tokens in which the last name lies
 GLUES = (': "', ": ")  # between a name and its value, as most models write them
 _WORD_BITS = 32
 _NONE = -1
@@ -164,7 +167,8 @@ class CompiledGrammars:
         return again, failures
 
     def forced(self, tokens: Tokens, slot: int, most: int) -> Sequence[int]:
-        """The text that the grammar forces, with the usual space and quotes of JSON around it, as tokens."""
+        """The text that the grammar forces, as tokens; around it white space and quotes as the answer has so
+        far, or as most models write them."""
         row = self._rows.get(slot)
         if row is None or not row.compilation.result.done() or row.compilation.result.exception():
             return ()
@@ -172,9 +176,9 @@ class CompiledGrammars:
             matcher = self._accept(row, tokens(slot))
         except EngineError:
             return ()  # the row fails where it is sampled
-        if row.ended or (encode := self._compiler.encode) is None:
+        if row.ended or (vocabulary := self._compiler.vocabulary) is None:
             return ()
-        text, taken = "", 0
+        text, taken, encode = "", 0, vocabulary.encode
 
         def take(more: str) -> bool:
             nonlocal text, taken
@@ -184,12 +188,15 @@ class CompiledGrammars:
             text, taken = text + more, taken + len(ids)
             return True
 
-        if not (names := matcher.compute_ff_bytes()) and take(QUOTE):
-            names = matcher.compute_ff_bytes()
-        while names and taken < most and take(names.decode(errors="ignore")):
-            names = matcher.compute_ff_bytes() if any(map(take, GLUES)) else b""
+        names = matcher.compute_ff_bytes()
+        if not names:
+            before = NAME.findall(vocabulary.decode(tokens(slot)[-NEAR:]))
+            if (before and before[-1] and take(f'{before[-1]}"')) or take(QUOTE):
+                names = matcher.compute_ff_bytes()
+        while names and take(names.decode(errors="ignore")):
+            names = matcher.compute_ff_bytes() if taken <= most and any(map(take, GLUES)) else b""
         matcher.rollback(taken)
-        ids = encode(text)[:most] if text.strip(QUOTE) else []
+        ids = encode(text)[:most] if len(text.strip(' "\n')) > 1 else []  # a brace alone is most often more
         return ids if max(ids, default=0) < self._vocab else ()  # weights may have fewer tokens
 
     def choose(
@@ -310,7 +317,7 @@ class GrammarCompiler:
         self._views: dict[frozenset[str], LLTokenizer] = {}  # by the control tokens that have a text
         self._making = threading.Lock()  # guards `_views`
         self.ends = frozenset[int]()  # tokens that end an answer; known once a grammar is compiled
-        self.encode: Callable[[str], list[int]] | None = None  # of the vocabulary, known then, too
+        self.vocabulary: Vocabulary | None = None  # likewise
         self._changed = threading.Condition()  # guards the fields below
         self._cache: OrderedDict[bytes, Compilation] = OrderedDict()
         self._queues: OrderedDict[str, deque[Compilation]] = OrderedDict()  # by tenant, next turn first
@@ -422,7 +429,7 @@ class GrammarCompiler:
                 texts = vocabulary.bytes_with(markers)[: self._vocab]  # weights may have fewer tokens
                 texts += [b""] * (self._vocab - len(texts))
                 ends = [i for i in vocabulary.eos_ids if i < self._vocab]
-                self.ends, self.encode = frozenset(ends), vocabulary.encode
+                self.ends, self.vocabulary = frozenset(ends), vocabulary
                 self._views[markers] = _tokenizer(texts, ends)
             return self._views[markers]
 

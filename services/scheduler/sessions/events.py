@@ -29,6 +29,7 @@ from shared.messages import KvForget, KvTouch, SessionAnswer, SessionVerb
 
 LATE_US = 30_000_000  # a session that is idle for so long counts as one that does not return, until it does
 OVER_PM = 10  # a session that returns less likely than this has ended
+OVER_SEEN = 16  # outcomes of such pauses, before one of them ends a session
 MOST_OLD_TIPS = 2  # of the turn before the last one
 DROPPED_AT_ONCE = 512  # dead blocks that are forgotten at each event
 LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how many
@@ -65,7 +66,7 @@ class Sessions(SessionEvents):
         before = self.table.by_name.get(found)
         if before is not None:
             head.keyed = keyed
-            head.keys = [before.key(at) for at in range(blocks)]
+            head.keys = before.first_keys(blocks)
         session = before if not tokenized.session else self.table.by_name.get(tokenized.session)
         if tokenized.session and (session is None or session.keyed != keyed):
             if session is not None:
@@ -245,7 +246,8 @@ class Sessions(SessionEvents):
     def _look_at(self, state: State, session: Session) -> None:
         """End a late session that hardly ever returns; keep the blocks of one that does warm in L1."""
         again_pm, kept = self.again_pm(state, session), session.kept_until_us > state.now_us
-        if again_pm < OVER_PM and session.is_proven and not kept:
+        seen = self.pauses.seen(session.tenant, session.tool)
+        if again_pm < OVER_PM and session.is_proven and not kept and seen >= OVER_SEEN:
             self.outcomes.over += 1
             self.end(session)
             return
