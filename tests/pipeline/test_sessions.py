@@ -259,5 +259,6 @@ async def test_verbs_are_the_same_over_nats(acme: Tenant, pipeline: Pipeline) ->
     assert [row["session"] for row in listed["data"]] == [name_of("acme", "a")]
     every = await pipeline.client.request(subjects.SESSIONS)
     assert (every["fleet"], every["summary"]["idle"]) == ("sessions", 1)
+    assert pipeline.status("scheduler")["sessions"] == 1
     unknown = await client.request(subjects.session("acme", "b"), {"do": "release"})
     assert unknown["state"] == "unknown"

@@ -317,6 +317,9 @@ class Sessions(SessionEvents):
     def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
         return report.rows(state, self.table, self.pauses, tenant)
 
+    def counted(self, state: State) -> dict[str, Any]:
+        return report.counted(state, self.table, self.pauses, self.outcomes)
+
     def summary(self, state: State) -> dict[str, Any]:
         return report.summary(state, self.table, self.pauses, self.outcomes)
 

@@ -6,6 +6,7 @@ steps. A block that has left the device counts as in L1 unless it left without a
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from services.scheduler.preemption import RecomputeCost
@@ -48,22 +49,34 @@ def rows(state: State, table: Table, pauses: LearnedPauses, tenant: str) -> list
 
 
 def summary(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcomes) -> dict[str, Any]:
-    """Counts of sessions, and pauses by tool."""
+    """Counts of sessions by where their blocks are, and what `counted` has."""
     listed = rows(state, table, pauses, "")
-    tools: dict[str, list[int]] = {}
-    for (tenant, tool, _), learned in pauses.names.items():
-        if tool != USER:
-            count, p50_us = tools.get(tool, [0, 0])
-            p50_us = max(p50_us, pauses.quantile_us(tenant, tool, 500))
-            tools[tool] = [count + learned.samples, p50_us]
-    frequent = sorted(tools.items(), key=lambda item: (-item[1][0], item[0]))[:MOST_TOOLS]
-    ended = pauses.names.get(("", USER, True))
     return {
+        **counted(state, table, pauses, outcomes),
         **{name: sum(each.state == name for each in listed) for name in ("running", "idle", "below")},
-        "kept": sum(each.kept_us > 0 for each in listed),
         "device": sum(each.device for each in listed),
         "l1": sum(each.l1 for each in listed),
-        "tools": [{"tool": tool, "pauses": count, "p50_us": us} for tool, (count, us) in frequent],
+    }
+
+
+def counted(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcomes) -> dict[str, Any]:
+    """Counts of sessions, and pauses by tool: for metrics, without a look at any block."""
+    proven = [session for session in table.by_name.values() if session.is_proven]
+    running = sum(session.running > 0 for session in proven)
+    samples: Counter[str] = Counter()
+    tenants: dict[str, list[str]] = {}
+    for (tenant, tool, _), learned in pauses.names.items():
+        if tool != USER:
+            samples[tool] += learned.samples
+            tenants.setdefault(tool, []).append(tenant)
+    frequent = sorted(samples.items(), key=lambda item: (-item[1], item[0]))[:MOST_TOOLS]
+    p50_us = {tool: max(pauses.quantile_us(t, tool, 500) for t in tenants[tool]) for tool, _ in frequent}
+    ended = pauses.names.get(("", USER, True))
+    return {
+        "running": running,
+        "idle": len(proven) - running,
+        "kept": sum(session.kept_until_us > state.now_us for session in proven),
+        "tools": [{"tool": tool, "pauses": count, "p50_us": p50_us[tool]} for tool, count in frequent],
         "lost_pm": ended.lost * 1_000 // max(ended.samples + ended.lost, 1) if ended is not None else 0,
         "returns": {"device": outcomes.device, "l1": outcomes.below, "computed": outcomes.computed},
         "released": outcomes.released,
