@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -262,3 +263,21 @@ async def test_verbs_are_the_same_over_nats(acme: Tenant, pipeline: Pipeline) ->
     assert pipeline.status("scheduler")["sessions"] == 1
     unknown = await client.request(subjects.session("acme", "b"), {"do": "release"})
     assert unknown["state"] == "unknown"
+
+
+async def test_each_of_many_verbs_has_one_answer_beside_a_stream(acme: Tenant, pipeline: Pipeline) -> None:
+    client, verbs = pipeline.client.as_tenant("acme"), ({"do": "prefetch"}, {"do": "keep", "ttl_s": 60})
+    await acme.chat(session_id="a")
+    stream = client.stream({**CHAT, "max_tokens": 200, "ignore_eos": True, "request_id": "beside"})
+    read = asyncio.ensure_future(_texts(stream))
+    subject = subjects.session("acme", "a")
+    answers = await asyncio.gather(*(client.request(subject, verbs[n % 2]) for n in range(400)))
+    assert {answer["session"] for answer in answers} == {name_of("acme", "a")}
+    assert len(answers) == 400
+    assert sum(await read) == 200
+    assert pipeline.status("scheduler")["sessions"] == 1
+
+
+async def _texts(stream: AsyncIterator[dict[str, Any]]) -> list[int]:
+    """The tokens of each frame."""
+    return [frame["choices"][0]["count"] async for frame in stream if frame["type"] == "delta"]
