@@ -172,6 +172,8 @@ async def test_verbs_may_be_repeated_and_end_with_a_404(acme: Tenant) -> None:
     assert 599 < kept[1].json()["kept_s"] <= 600
     up = [(await acme.post(f"{path}/prefetch")).json() for _ in range(2)]
     assert {(answer["state"], answer["device"]) for answer in up} == {("idle", kept[0].json()["tokens"])}
+    assert {answer["will"] for answer in up} == {"nothing"}, "its blocks are on the device already"
+    assert all(answer["why"] for answer in up)
     released = (await acme.delete(path)).json()
     assert (released["will"], released["id"]) == ("release", "a/b c")
     for gone in (await acme.get(path), await acme.delete(path), await acme.post(f"{path}/prefetch")):
