@@ -41,28 +41,16 @@ def row(state: State, pauses: LearnedPauses, session: Session) -> SessionAnswer:
     )
 
 
-def rows(state: State, table: Table, pauses: LearnedPauses, tenant: str) -> list[SessionAnswer]:
+def proven(table: Table, tenant: str) -> list[Session]:
     """The proven sessions of a tenant, or of all, the least idle first."""
     found = [s for s in table.by_name.values() if s.is_proven and tenant in ("", s.tenant)]
-    found.sort(key=lambda s: (not s.running, -s.idle_since_us, s.name))
-    return [row(state, pauses, session) for session in found]
-
-
-def summary(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcomes) -> dict[str, Any]:
-    """Counts of sessions by where their blocks are, and what `counted` has."""
-    listed = rows(state, table, pauses, "")
-    return {
-        **counted(state, table, pauses, outcomes),
-        **{name: sum(each.state == name for each in listed) for name in ("running", "idle", "below")},
-        "device": sum(each.device for each in listed),
-        "l1": sum(each.l1 for each in listed),
-    }
+    return sorted(found, key=lambda s: (not s.running, -s.idle_since_us, s.name))
 
 
 def counted(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcomes) -> dict[str, Any]:
     """Counts of sessions, and pauses by tool: for metrics, without a look at any block."""
-    proven = [session for session in table.by_name.values() if session.is_proven]
-    running = sum(session.running > 0 for session in proven)
+    known = [session for session in table.by_name.values() if session.is_proven]
+    running = sum(session.running > 0 for session in known)
     samples: Counter[str] = Counter()
     tenants: dict[str, list[str]] = {}
     for (tenant, tool, _), learned in pauses.names.items():
@@ -74,8 +62,8 @@ def counted(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcome
     ended = pauses.names.get(("", USER, True))
     return {
         "running": running,
-        "idle": len(proven) - running,
-        "kept": sum(session.kept_until_us > state.now_us for session in proven),
+        "idle": len(known) - running,
+        "kept": sum(session.kept_until_us > state.now_us for session in known),
         "tools": [{"tool": tool, "pauses": count, "p50_us": p50_us[tool]} for tool, count in frequent],
         "lost_pm": ended.lost * 1_000 // max(ended.samples + ended.lost, 1) if ended is not None else 0,
         "returns": {"device": outcomes.device, "l1": outcomes.below, "computed": outcomes.computed},
