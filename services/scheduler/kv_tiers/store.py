@@ -453,7 +453,7 @@ class _Choice:
     def drop(self) -> None:
         """Give up the blocks to drop: only now, since the caller went through them."""
         for block in self.dropped:
-            self.executor.pool.give_up(block)
+            self.executor.pool.give_up(block, spent=True)
         self.state.counters.dropped_blocks += len(self.dropped)
         self.dropped.clear()
 

@@ -20,7 +20,7 @@ MOST_TOOLS = 32  # with pauses of their own, the most frequent
 def row(state: State, pauses: LearnedPauses, session: Session) -> SessionAnswer:
     """A session now."""
     size, now_us, running = session.keyed[1], state.now_us, session.running > 0
-    executor, device, l1 = _places(state, session)
+    executor, device, l1 = places(state, session)
     p50_us, p90_us = (pauses.quantile_us(session.tenant, session.tool, q) for q in (500, 900))
     load_us, compute_us = _costs(executor, session, device) if executor is not None else (0, 0)
     return SessionAnswer(
@@ -75,7 +75,7 @@ def summary(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcome
     }
 
 
-def _places(state: State, session: Session) -> tuple[Executor | None, int, int]:
+def places(state: State, session: Session) -> tuple[Executor | None, int, int]:
     """The executor with most of its blocks, how many, and how many a tier below it holds."""
     ends = [*range(SHARED_AT - 1, session.blocks, SHARED_AT)]
     ends += [session.blocks - 1] if session.blocks % SHARED_AT else []
