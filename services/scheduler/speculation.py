@@ -143,19 +143,19 @@ def _asked(executor: Executor, shape: StepShape) -> dict[Sequence, int]:
         is_quiet = (
             drafting.quiet >= QUIET and not s.request.tokenized.grammar
         )  # it forces tokens now and then
-        if is_quiet or not (drafting.count or _tries(pace, drafting, step)):
+        if is_quiet or not (drafting.count or _can_try(pace, drafting, step)):
             pace.ask_in_turn(row)
         else:
             pace.asked.append(row)
             wanted[s] = drafting.count or 1
     for s in pace.next_in_turn(IN_TURN if shape.rows <= MANY or step % 8 == 0 else 0):
         s.drafting.choose(pace.least_pm, most)
-        if s.drafting.count or _tries(pace, s.drafting, step):
+        if s.drafting.count or _can_try(pace, s.drafting, step):
             wanted[s] = s.drafting.count or 1
     return wanted
 
 
-def _tries(pace: DraftPace, drafting: Drafting, step: int) -> bool:
+def _can_try(pace: DraftPace, drafting: Drafting, step: int) -> bool:
     """Whether a row tries a draft that does not pay by what is known."""
     near = 4 * drafting.kept_pm > 3 * pace.least_pm and pace.least_pm <= 1_000  # refused by chance, it may be
     return step - drafting.tried_step >= (TRY_NEAR if near else TRY_EVERY)

@@ -299,7 +299,7 @@ def _add_chunk(
     drafts = executor.hello.max_drafts and sequence.request.tokenized.speculate
     for sampled in (sequence, *children):
         if drafts:
-            executor.drafting.begin(sampled, executor.hello.slots)
+            executor.drafting.begin(sampled, len(executor.running))
         columns.sample_rows.append(row)
         columns.sample_slots.append(sampled.slot)
         columns.sampled.append((sampled, sampled.placement))

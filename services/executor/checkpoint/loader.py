@@ -74,7 +74,7 @@ log = logging.getLogger("headrace.executor")
 
 _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _NO_TILES = "amx without tiles"  # a CPU of this kind whose tiles kernels may not use
-_LOGIT_BYTES = 16  # of a token of the vocabulary, a row
+_LOGIT_BYTES = 22  # of a token, a row: the model's dtype, float32, copies of torch, 5 for penalties
 _GRAPHS_BYTES = 512 << 20
 SMALL_BYTES = 256 << 20  # of weights in files, see _is_small
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors

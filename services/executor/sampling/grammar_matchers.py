@@ -180,7 +180,7 @@ class CompiledGrammars:
             return ()
         text, taken, encode = "", 0, vocabulary.encode
 
-        def take(more: str) -> bool:
+        def add(more: str) -> bool:
             nonlocal text, taken
             ids = encode(more)
             if matcher.validate_tokens(ids) < len(ids) or not matcher.consume_tokens(ids):
@@ -191,10 +191,10 @@ class CompiledGrammars:
         names = matcher.compute_ff_bytes()
         if not names:
             before = NAME.findall(vocabulary.decode(tokens(slot)[-NEAR:]))
-            if (before and before[-1] and take(f'{before[-1]}"')) or take(QUOTE):
+            if (before and before[-1] and add(f'{before[-1]}"')) or add(QUOTE):
                 names = matcher.compute_ff_bytes()
-        while names and take(names.decode(errors="ignore")):
-            names = matcher.compute_ff_bytes() if taken <= most and any(map(take, GLUES)) else b""
+        while names and add(names.decode(errors="ignore")):
+            names = matcher.compute_ff_bytes() if taken <= most and any(map(add, GLUES)) else b""
         matcher.rollback(taken)
         ids = encode(text)[:most] if len(text.strip(' "\n')) > 1 else []  # a brace alone is most often more
         return ids if max(ids, default=0) < self._vocab else ()  # weights may have fewer tokens

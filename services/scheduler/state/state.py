@@ -162,10 +162,12 @@ class DraftPace:
     asked: list[Row] = field(default_factory=list)  # in each step
     in_turn: deque[Row] = field(default_factory=deque)  # a few in each step
 
-    def begin(self, sequence: Sequence, slots: int) -> None:
-        """Its prompt is planned: it decodes from now on, on an executor with so many slots."""
-        if len(self.asked) >= slots:
-            self.asked = [(s, placement) for s, placement in self.asked if s.placement == placement]
+    def begin(self, sequence: Sequence, running: int) -> None:
+        """Its prompt is planned: it decodes from now on, one of so many `running` sequences. Forgets the ones
+        that have left, before an eighth has: they would stay in memory."""
+        if len(self.asked) + len(self.in_turn) > running + running // 8:
+            self.asked = [row for row in self.asked if row[0].placement == row[1]]
+            self.in_turn = deque(row for row in self.in_turn if row[0].placement == row[1])
         self.asked.append((sequence, sequence.placement))
 
     def ask(self, row: Row) -> None:

@@ -178,7 +178,7 @@ def test_first_request_has_drafts_from_its_second_decode_on() -> None:
         assert [max(plan.counts) > 1 for plan in world.plans[1:3]] == [False, True]
 
 
-def test_rows_that_find_no_draft_are_asked_in_turn() -> None:
+def test_rows_without_a_found_draft_take_turns() -> None:
     world = World(Limits(speculate=AUTO, overlap="single"), took_us=5_000)
     world.add_engine(max_drafts=7, max_context=128, blocks=400, slots=12)
     engine, found = world.engines["e1"], list[int]()
@@ -200,6 +200,19 @@ def test_rows_that_find_no_draft_are_asked_in_turn() -> None:
     assert asked(world.plans[-2]) < asked(world.plans[-1])  # a row that finds one is asked again at once
     world.run()
     check_answers(world)
+
+
+def test_sequences_that_have_left_are_not_kept_for_their_drafts() -> None:
+    world = World(Limits(speculate=AUTO), check_every=0)
+    world.add_engine(max_drafts=7, max_context=128, blocks=1_000, slots=40)
+    world.engines["e1"]._drafts = lambda slot, most: []  # type: ignore[method-assign]  # none
+    pace, kept = world.scheduler.state.executors["e1"].drafting, list[int]()
+    for at in range(100):  # a prompt comes with each step, so that no row is asked
+        world.ask(f"r{at}", [5, 6, at], 5)
+        world.deliver()
+        kept.append(len(pace.asked) + len(pace.in_turn))
+    world.run()
+    assert 1 < max(kept) <= 10
 
 
 def test_rows_of_recorded_steps_try_drafts_together() -> None:

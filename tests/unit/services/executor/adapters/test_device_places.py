@@ -58,7 +58,7 @@ class Attention:
 
 
 def logits(folder: Path, tokens: list[int], places: DevicePlaces | None, slots: Any) -> torch.Tensor:
-    """Of a prompt, by the GPU's order of operations."""
+    """The logits of a prompt, by the order of operations on a GPU."""
     loaded = load(options(folder))
     layouts = SimpleNamespace(chained=False, decode=None)
     tuning: Any = SimpleNamespace(layouts_of=lambda rows: layouts, prefill=None, by_row=False)
@@ -99,7 +99,7 @@ def _torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_torch")
-def test_logits_of_the_gpus_order_equal_those_of_the_merged_model(tmp_path: Path) -> None:
+def test_logits_on_a_gpu_equal_the_merged_model(tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
     folders = [
         write_adapter(base, tmp_path / "a", rank=5, seed=1),
@@ -145,7 +145,10 @@ def test_places_beside_weights_that_are_not_plain_are_refused(tmp_path: Path) ->
         cuda_model.CudaModel(replace(loaded, kept_in="fp8"), {}, tuning, 1, object())
 
 
-def test_engine_on_a_gpu_computes_rows_of_adapters_as_the_merged_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "least"), [("f32", 0.95), ("bf16", 0.4)])  # near ties part bf16
+def test_engine_on_a_gpu_computes_rows_of_adapters_as_the_merged_models(
+    dtype: str, least: float, tmp_path: Path
+) -> None:
     if not torch.cuda.is_available():
         return  # the test above has the order of operations
     base = write_small_llama(tmp_path / "base", hidden=256, layers=4)
@@ -153,7 +156,7 @@ def test_engine_on_a_gpu_computes_rows_of_adapters_as_the_merged_models(tmp_path
 
     def engine(folder: Path, places: int) -> Any:
         build = engine_of("cuda")
-        given = {"dtype": "bf16", "device": "cuda", "blocks": 200, "slots": 9, "max_context": 256}
+        given = {"dtype": dtype, "device": "cuda", "blocks": 200, "slots": 9, "max_context": 256}
         made = build(options(folder, **given, lora_places=places, lora_rank=16))
         made.warm_up()
         return made
@@ -183,4 +186,4 @@ def test_engine_on_a_gpu_computes_rows_of_adapters_as_the_merged_models(tmp_path
         exact = ids(engine(merged(base, folder, tmp_path / f"m{place}"), 0), [0] * 9)[place]
         same += sum(a == b for a, b in zip(mixed[place], exact, strict=True))
         assert mixed[place] != plain[place]
-    assert same > 0.7 * 8 * 13  # bf16: near ties of a random model part some
+    assert same > least * 8 * 13

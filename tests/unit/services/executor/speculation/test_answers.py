@@ -37,7 +37,7 @@ class Slots:
         return [token for token in self.drafter.draft([slot], most)[0].tolist() if token != NO_DRAFT]
 
 
-def test_an_answer_is_drafted_when_its_tenant_asks_again() -> None:
+def test_an_answer_is_drafted_again_for_its_tenant() -> None:
     slots = Slots()
     slots.answered(0, "a", PROMPT, ANSWER)
     slots.open(1, "a", PROMPT)

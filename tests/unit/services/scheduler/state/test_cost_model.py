@@ -166,7 +166,7 @@ def decodes(rows: int, drafts: int = 0, context: int = 500) -> StepShape:
     return bare.with_drafts(drafts, again=False)
 
 
-def test_times_of_drafts_are_those_of_measured_steps_where_the_fit_is_wrong() -> None:
+def test_measured_steps_give_the_times_of_drafts_against_the_fit() -> None:
     """A machine whose products take 1.3 times as long from 65 tokens on, as an H200's."""
     costs, times = CostModel(), DraftTimes()
 
@@ -181,7 +181,7 @@ def test_times_of_drafts_are_those_of_measured_steps_where_the_fit_is_wrong() ->
     assert found == pytest.approx([1_000, 1_000, 1_300], rel=0.02)
 
 
-def test_times_of_drafts_are_those_of_the_fit_where_no_step_is_known() -> None:
+def test_the_fit_gives_the_times_of_drafts_without_a_measured_step() -> None:
     costs = CostModel()
     teach(costs, PRESETS["smollm2-cpu"], shapes(3, 400, "smollm2-cpu"), random.Random(4))
     bare, whole = decodes(8), decodes(8, 8)
