@@ -354,6 +354,8 @@ def _tuned(tuning: DeviceTuning) -> Products:
         rows, fp8 = len(x), isinstance(weight, Fp8Rows)
         layouts = tuning.layouts_of(rows)
         chosen = layouts.product(weight.shape[0], weight.shape[1], rows, fp8=fp8)
+        if chosen is not None and chosen.gated:  # for `gated` alone: it returns no product
+            chosen = None
         split = chosen is not None and whole and chosen.splits > 1
         if fp8 and isinstance(x, Tensor):
             x = quantise_rows(x, chained=layouts.chained)
