@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shared.messages import Rejected, Tokenized
 
 # `client.probe` tests for these messages.
 NO_TEMPLATE = "this model has no chat template; send `prompt`"
@@ -160,3 +164,17 @@ def error_body(error: HeadraceError, request_id: str = "", trace_id: str = "") -
 def error_headers(error: HeadraceError) -> dict[str, str]:
     """The NATS service headers that mark an error reply (ADR-32)."""
     return {"Nats-Service-Error": error.message, "Nats-Service-Error-Code": str(error.code)}
+
+
+def rejection(asked: Tokenized, code: int, message: str, retry_after_ms: int = 0) -> Rejected:
+    """The message that refuses a request."""
+    from shared.messages import Rejected  # the errors are on the path of a health check, the wire is not
+
+    return Rejected(
+        tenant=asked.tenant,
+        request=asked.request,
+        attempt=asked.attempt,
+        code=code,
+        message=message,
+        retry_after_ms=retry_after_ms,
+    )

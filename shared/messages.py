@@ -12,9 +12,8 @@ Units are in the names: `_us` are durations for decisions, `_wall_us` wall-clock
 *sequence* is one choice of one request (int32); slots, token indices and results belong to sequences. A
 *token index* counts the generated tokens of a sequence from 0. A message with more than `codec.PAGE_TOKENS`
 tokens travels in parts, numbered `part`/`parts`, each with its slice of `tokens`; the first part carries the
-other fields. Any other message that is too long travels as `Fragment`s of its bytes.
-
-The names AuxMsg, KvRenew and KvRenewed are reserved: they belonged to kinds that were deleted.
+other fields. Any other message that is too long travels as `Fragment`s of its bytes. The names AuxMsg,
+KvRenew and KvRenewed are reserved: they belonged to kinds that were deleted.
 """
 
 from __future__ import annotations
@@ -241,18 +240,6 @@ class Rejected:
     retry_after_ms: int = 0
 
 
-def rejection(asked: Tokenized, code: int, message: str, retry_after_ms: int = 0) -> Rejected:
-    """The Rejected of a request."""
-    return Rejected(
-        tenant=asked.tenant,
-        request=asked.request,
-        attempt=asked.attempt,
-        code=code,
-        message=message,
-        retry_after_ms=retry_after_ms,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
     """client -> tokenizers and schedulers: stop working. May overtake its request.
@@ -433,8 +420,7 @@ class ExecHello:
     """executor -> scheduler: an incarnation with empty slots. Repeated until ExecWelcome.
 
     `exec_epoch` numbers the incarnations of the device state: a restart of the process and an ExecReset both
-    start a new one.
-    """
+    start a new one."""
 
     executor: str
     exec_epoch: int
@@ -645,12 +631,9 @@ class StepResult:
     published_us: int = 0  # of the previous result: end of its step -> sent
     queued_us: int = 0  # the plan arrived at the executor -> its step started
     host_us: int = 0  # logits processors, on the host
-    # (row, reason): only this sequence failed; with ROW_REFUSED the request is at fault
-    row_errors: tuple[tuple[int, str], ...] = ()
-    # timeline of a two-stream step, in threes: index into SEGMENT_LANES, start in the step, length (us)
-    segments: Ints = field(default_factory=ints)
-    # (row, vector as in Close) of the rows with `pooling`
-    vectors: tuple[tuple[int, bytes], ...] = ()
+    row_errors: tuple[tuple[int, str], ...] = ()  # (row, reason); with ROW_REFUSED the request is at fault
+    segments: Ints = field(default_factory=ints)  # of two streams: in threes, lane, start, length (us)
+    vectors: tuple[tuple[int, bytes], ...] = ()  # (row, vector as in Close) of the rows with `pooling`
     counts: Ints = field(default_factory=ints)  # ids of each row, from 1 on; empty: one each
     drafted: Ints = field(default_factory=ints)  # drafts of each row that were computed; with `counts` only
 
@@ -863,6 +846,5 @@ Message = (
     | SlotClose | GrammarReady | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt
     | Fragment | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCopy | KvCopied
     | KvCommit | KvStored | KvRelease | KvGone | ArenaReleased | Heartbeat | Claims | PeerLookup | PeerFound
-    | SessionVerb | SessionAnswer | KvForget | KvTouch
-    | AdapterLoad | AdapterLoaded
+    | SessionVerb | SessionAnswer | KvForget | KvTouch | AdapterLoad | AdapterLoaded
 )  # fmt: skip

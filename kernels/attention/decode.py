@@ -51,27 +51,33 @@ def first_tile(sees: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tl.
 
 
 @triton.jit
-def capped(scores: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
+def capped(scores: tl.tensor, cap: tl.tensor | None) -> tl.tensor:
     """cap * tanh(score / cap)."""
-    if CAPPED:
+    if cap is not None:
         scores = cap - 2 * cap / (tl.exp2(scores * (2.8853900817779268 / cap)) + 1)
     return scores
 
 
 @triton.jit
 def with_sinks(
-    mass: tl.tensor,
-    top: tl.tensor,
-    sinks: tl.tensor | None,
-    head: tl.tensor,
-    inside: tl.tensor,
-    SINKS: tl.constexpr,
+    mass: tl.tensor, top: tl.tensor, sinks: tl.tensor | None, head: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
     """The sum of weights over 2^top with what the sinks of the query heads `head` weigh."""
-    if SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + head, mask=inside, other=0.0) * 1.4426950408889634
         mass += tl.exp2(sink - top)
     return mass
+
+
+@triton.jit
+def weighed(
+    scores: tl.tensor, top: tl.tensor, mass: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The weights of scores, what the sums before shrink by, and the largest score and the mass so far."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    return weights, shrink, new_top, mass * shrink + tl.sum(weights, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -274,7 +280,7 @@ def _attend(
     layer: tl.tensor,
     block_stride: tl.tensor,
     scale: tl.tensor,
-    cap: tl.tensor,
+    cap: tl.tensor | None,
     sinks: tl.tensor | None,
     WORKERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -290,8 +296,6 @@ def _attend(
     LEAST: tl.constexpr,
     CHAINED: tl.constexpr,
     WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
     PAIRED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
@@ -302,8 +306,7 @@ def _attend(
     head, worker = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     total = tl.load(ends + rows - 1)
     each = tl.maximum((total + WORKERS - 1) // WORKERS, LEAST)
-    own = worker * each
-    stop = tl.minimum(own + each, total)
+    own, stop = worker * each, tl.minimum(worker * each + each, total)
     row = tl.load(first_rows + worker)
     g, n = tl.arange(0, GROUP_PAD), tl.arange(0, TILE)
     d, all_d = tl.arange(0, UNITS_PAD), tl.arange(0, DIM_PAD)
@@ -332,8 +335,7 @@ def _attend(
         q, q_odd, scales = _queries(query + at_row + d[None, :] * EACH, in_query, scale, PAIRED)
         acc = tl.zeros([GROUP_PAD, UNITS_PAD], tl.float32)
         acc_odd = acc
-        top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-        mass = tl.zeros([GROUP_PAD], tl.float32)
+        top, mass = tl.full([GROUP_PAD], -float("inf"), tl.float32), tl.zeros([GROUP_PAD], tl.float32)
         sees = _sees(firsts + some, g // GROUP, QUERIES, WINDOW)
         for i in tl.range(tile - row_begin + skipped, last - row_begin + skipped, num_stages=STAGES):
             at = i * TILE + n
@@ -342,28 +344,22 @@ def _attend(
             readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < UNITS)[None, :]
             k = tl.load(keys + token, mask=readable, other=0)
             scores = _scores(q, q_odd, k, PRECISION, PAIRED, INTERPRETED)
-            scores = capped(scores * scales[:, None], cap, CAPPED)
+            scores = capped(scores * scales[:, None], cap)
             scores = _masked(scores, at, inside, sees, QUERIES, WINDOW)
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            mass = mass * shrink + tl.sum(weights, 1)
+            weights, shrink, top, mass = weighed(scores, top, mass)
             v = tl.load(values + token, mask=readable, other=0)
             acc, acc_odd = _seen(acc, acc_odd, shrink, weights.to(q.dtype), v, PRECISION, PAIRED, INTERPRETED)
-            top = new_top
         if PAIRED:
             acc = tl.interleave(acc, acc_odd)
         if last > tile:
             if (tile == row_begin) & (last == row_end):
-                own_head = head * GROUP + g % GROUP
-                mass = with_sinks(mass, top, sinks, own_head, g < QUERIES * GROUP, SINKS)
+                mass = with_sinks(mass, top, sinks, head * GROUP + g % GROUP, g < QUERIES * GROUP)
                 done = (acc / mass[:, None]).to(out.dtype.element_ty)
                 tl.store(out + at_row + all_d[None, :], done, mask=in_out)
             else:
                 part = (worker * 2 + (tile != own).to(tl.int32)) * KV_HEADS + head
                 _keep_part(partial, sums, part, acc, top, mass, in_out, GROUP_PAD, DIM_PAD)
-        tile = last
-        row += 1
+        tile, row = last, row + 1
         some = tl.minimum(row, rows - 1)
         length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some * QUERIES)
         skipped = first_tile(tl.load(firsts + some), WINDOW, TILE)
@@ -392,7 +388,6 @@ def _merge(
     LEAST: tl.constexpr,
     CHAINED: tl.constexpr,
     WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
 ) -> None:
     begin(CHAINED)
     worker, head = tl.program_id(0), tl.program_id(1) // GROUP % KV_HEADS
@@ -426,7 +421,7 @@ def _merge(
                 acc = acc * shrink + tl.sum(parts * shrinks[:, None], 0)
                 mass = mass * shrink + tl.sum(masses * shrinks, 0)
                 top = new_top
-            mass = with_sinks(mass, top, sinks, head * GROUP + g % GROUP, g >= 0, SINKS)
+            mass = with_sinks(mass, top, sinks, head * GROUP + g % GROUP, g >= 0)
             at_out = (row.to(tl.int64) * QUERIES + query) * (KV_HEADS * GROUP * DIM)
             at_out += (head * GROUP + g % GROUP) * DIM + d
             tl.store(out + at_out, (acc / mass).to(out.dtype.element_ty), mask=d < DIM)
@@ -536,12 +531,12 @@ def attend_decode(
         "GROUP_PAD": _padded(rows.queries * group),
         "DIM": dim, "DIM_PAD": _padded(dim, _LEAST_DIM), "TILE": work.tuning.tile_tokens,
         "LEAST": _least(work.tuning), "CHAINED": work.tuning.chained, "launch_pdl": work.tuning.chained,
-        "WINDOW": by.window, "SINKS": by.sinks is not None,
+        "WINDOW": by.window,
     }  # fmt: skip
     _attend[(work.workers * kv_heads,)](
         query, kv, rows.tables, rows.slots, spans, rows.lengths, work.ends, work.first_rows, out,
         work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0),
-        (by.scale or dim**-0.5) * _LOG2_E, by.cap * _LOG2_E, by.sinks, **sizes, CAPPED=by.cap > 0,
+        (by.scale or dim**-0.5) * _LOG2_E, by.cap * _LOG2_E if by.cap else None, by.sinks, **sizes,
         PAIRED=paired, INTERPRETED=not kv.is_cuda, BLOCK_TOKENS=block_tokens,
         STAGES=work.tuning.stages,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.decode import capped, first_tile, with_sinks
+from kernels.attention.decode import capped, first_tile, weighed, with_sinks
 from kernels.attention.ref import PLAIN, Scoring
 
 _ROWS = 4  # rows of a tile merged by one program; divides the rows of every layout
@@ -77,7 +77,7 @@ def _attend(
     layer: tl.tensor,
     block_stride: tl.tensor,
     scale: tl.tensor,
-    cap: tl.tensor,
+    cap: tl.tensor | None,
     sinks: tl.tensor | None,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -92,8 +92,6 @@ def _attend(
     ONE_LOOP: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     count = tl.load(tile_counts + tile)
@@ -134,14 +132,10 @@ def _attend(
                     k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
                     v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-                scores = capped(scores, cap, CAPPED)
-                new_top = tl.maximum(top, tl.max(scores, 1))
-                weights = tl.exp2(scores - new_top[:, None])
-                shrink = tl.exp2(top - new_top)
-                mass = mass * shrink + tl.sum(weights, 1)
+                scores = capped(scores, cap)
+                weights, shrink, top, mass = weighed(scores, top, mass)
                 acc = acc * shrink[:, None]
                 acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-                top = new_top
         for at_first in tl.range(whole, end, TILE, num_stages=TAIL_STAGES):
             at = at_first + n
             inside = at < end
@@ -151,23 +145,19 @@ def _attend(
             k = tl.load(keys + place, mask=readable, other=0.0)
             v = tl.load(values + place, mask=readable, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-            scores = capped(scores, cap, CAPPED)
+            scores = capped(scores, cap)
             seen = at[None, :] <= (start + token)[:, None]
             if WINDOW > 0:
                 seen = seen & (at[None, :] > (start + token - WINDOW)[:, None])
             scores = tl.where(seen & inside[None, :], scores, -1.0e30)  # finite: a row may see none of a tile
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            mass = mass * shrink + tl.sum(weights, 1)
+            weights, shrink, top, mass = weighed(scores, top, mass)
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-            top = new_top
         if SPLIT:
             if parts > 1:
                 keep_part(partial, sums, tile * KV_HEADS + head, acc, top, mass, ROWS, DIM_PAD)
             in_query = in_query & (parts == 1)
-        mass = with_sinks(mass, top, sinks, head * GROUP + m % GROUP, token < count, SINKS)
+        mass = with_sinks(mass, top, sinks, head * GROUP + m % GROUP, token < count)
         done = (acc / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at_query, done, mask=in_query)
 
@@ -186,7 +176,6 @@ def _merge(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    SINKS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -215,7 +204,7 @@ def _merge(
                 acc = acc * shrink[:, None] + tl.sum(found * shrinks[:, :, None], 0)
                 mass = mass * shrink + tl.sum(masses * shrinks, 0)
                 top = new_top
-            mass = with_sinks(mass, top, sinks, head * GROUP + r % GROUP, r >= 0, SINKS)
+            mass = with_sinks(mass, top, sinks, head * GROUP + r % GROUP, r >= 0)
             token = r // GROUP
             at_out = (tl.load(tile_rows + entry).to(tl.int64) + token)[:, None] * (KV_HEADS * GROUP * DIM)
             at_out += (head * GROUP + r % GROUP)[:, None] * DIM + d[None, :]
@@ -246,23 +235,22 @@ class PrefillTuning:
     tma: bool = False
 
 
-# By the release of Triton for which it is written: another one may not have what it imports.
+GLUON_RELEASES = ("3.6", "3.7")  # of Triton: another one may not have what the kernel imports
 GLUON = {
-    "3.6": "kernels.attention.hopper:attend",
-    "3.7": "kernels.attention.hopper:attend",
+    "attend": "kernels.attention.hopper:attend",
 }
 _resolved = cache(resolve_name)
-
-
-def _release() -> str:
-    return ".".join(triton.__version__.split(".")[:2])
 
 
 def why_not_tma(head_dim: int, block_tokens: int) -> str:
     """Why kernels.attention.hopper cannot take heads and blocks of these sizes, or this release of Triton
     does not compile it (Gluon is experimental, and names in it change); empty if it can."""
-    if _release() not in GLUON:
-        return f"it is written for Triton {' and '.join(GLUON)}, and {triton.__version__} is installed"
+    if not GLUON:
+        return "it is not in this installation"
+    if ".".join(triton.__version__.split(".")[:2]) not in GLUON_RELEASES:
+        return (
+            f"it is written for Triton {' and '.join(GLUON_RELEASES)}, and {triton.__version__} is installed"
+        )
     if head_dim not in (64, 128):
         return f"it takes heads of 64 or 128, and the model's are {head_dim} wide"
     if block_tokens not in (8, 16, 32, 64, 128):
@@ -340,19 +328,18 @@ def attend_prefill(
         raise ValueError("the kernel for Hopper knows no windows, caps or sinks")
     columns = (tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts)
     if tuning.tma:
-        attend = _resolved(GLUON[_release()])
+        attend = _resolved(GLUON["attend"])
         attend(query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages)
     else:
         _attend[(kv_heads, len(tiles.counts))](
             query, kv, *columns, *parts, out,
-            tiles.tables.shape[1], layer, kv.stride(0), (by.scale or dim**-0.5) * _LOG2_E, by.cap * _LOG2_E,
-            by.sinks,
+            tiles.tables.shape[1], layer, kv.stride(0), (by.scale or dim**-0.5) * _LOG2_E,
+            by.cap * _LOG2_E if by.cap else None, by.sinks,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
             BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
             TAIL_STAGES=tuning.stages if tuning.one_loop or by.window else 1, ONE_LOOP=tuning.one_loop,
-            WINDOW=by.window, CAPPED=by.cap > 0, SINKS=by.sinks is not None,
-            SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=tuning.warps,
+            WINDOW=by.window, SPLIT=split is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
         )  # fmt: skip
     if split is not None:
         merge_parts(tiles.rows, tiles.counts, split, out, by.sinks)
@@ -367,7 +354,6 @@ def merge_parts(
     _, heads, dim = out.shape
     _merge[(tile_rows // _ROWS, kv_heads, min(len(split.merges), entries // 2))](
         rows, counts, split.parts, split.merges, out, split.room.partial, split.room.sums,
-        sinks, SINKS=sinks is not None, KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads, DIM=dim, DIM_PAD=padded, TILE_ROWS=tile_rows, ROWS=_ROWS,
-        PARTS=_PARTS, num_warps=4,
+        sinks, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=padded,
+        TILE_ROWS=tile_rows, ROWS=_ROWS, PARTS=_PARTS, num_warps=4,
     )  # fmt: skip

@@ -24,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kernels.attention import FP8
-from kernels.attention.decode import DecodeRows, decode_work
-from kernels.attention.prefill import PrefillSplit, PrefillTiles, parts_room
+from kernels.attention.decode import DecodeRows, attend_decode, decode_work, plan_decode
+from kernels.attention.prefill import PrefillSplit, PrefillTiles, attend_prefill, parts_room
+from kernels.attention.ref import Scoring
 from kernels.drafts.gpu import COLUMNS, accept, propose
 from kernels.elementwise.gpu import DraftState, Resolved, SlotState, move, place_tiles, resolve, scatter
 from kernels.moe.gpu import combine, dispatch, permute, route
@@ -39,6 +40,7 @@ from services.executor.checkpoint.weights import assemble, whole_model
 from services.executor.cuda import model as cuda_model
 from services.executor.cuda.compile_ahead import compile_ahead
 from services.executor.cuda.kernel_configs import Computed, tuning_for
+from services.executor.cuda.optioned import ForwardStep
 from services.executor.model.description import Shapes, describe
 from services.executor.sampling.sampler import STOP_IDS
 
@@ -119,7 +121,7 @@ def run_forward(computed: Computed, *, kept: torch.dtype, fp8: bool = False) -> 
                 room = parts_room(entries, 8, tuning.prefill.rows, 128, META)
                 split = PrefillSplit(ints(count), ints(count), ints(count), room)
             tiles = PrefillTiles(ints(count), ints(count), ints(count), ints(count), tables, split)
-        model.hidden(cuda_model.ForwardStep(found, ints(tokens), decode, tiles))
+        model.hidden(ForwardStep(found, ints(tokens), decode, tiles))
 
     if not computed.deterministic:
         for rows in ROWS:
@@ -128,6 +130,20 @@ def run_forward(computed: Computed, *, kept: torch.dtype, fp8: bool = False) -> 
     step(512, 0 if computed.deterministic else 256)
     if not tuning.prefill.one_loop:
         step(512, 256, entries=32)
+
+
+def run_scored(computed: Computed) -> None:
+    """Attention with a window, a cap and sinks."""
+    tuning = tuning_for(replace(computed, options=True))
+    kv = torch.empty(BLOCKS + 1, 2, 2, BLOCK, 8, 128, dtype=torch.bfloat16, device=META)
+    by = Scoring(window=128, cap=50.0, sinks=torch.empty(32, device=META))
+    query = torch.empty(64, 32, 128, dtype=torch.bfloat16, device=META)
+    tables, work = ints(SLOTS + 1, CONTEXT // BLOCK), decode_work(kv, 32, SLOTS, 132, tuning.many.decode)
+    rows = DecodeRows(ints(64), ints(64), tables, 1, ints(64))
+    plan_decode(work, rows, by.window)
+    attend_decode(query, kv, 0, rows, work, torch.empty_like(query), by)
+    tiles = PrefillTiles(ints(32), ints(32), ints(32), ints(32), tables, None)
+    attend_prefill(query, kv, 0, tiles, tuning.prefill, torch.empty_like(query), by)
 
 
 def run_others() -> None:
@@ -181,6 +197,7 @@ def compile_all(capability: int) -> dict[str, Any]:
     def launch() -> None:
         run_others()
         run_forward(usual, kept=torch.bfloat16)
+        run_scored(usual)
         if capability >= 89:
             run_forward(replace(usual, fp8_kv=True), kept=FP8)
         if capability >= 90:

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import gc
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,17 @@ from loadtest.bench.arrivals import arrivals_us
 from loadtest.command_line import parser_of
 from loadtest.fleet import MODEL, Body, Fleet, fleet
 from loadtest.gpu.multi_turn import multi_turn
-from loadtest.gpu.readers import ANSWER, Answer, bodies, figures, read, read_all, unequal
+from loadtest.gpu.readers import (
+    ANSWER,
+    Answer,
+    bodies,
+    body_of,
+    figures,
+    read,
+    read_all,
+    some_tokens,
+    unequal,
+)
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.gpu.steady import steady
 from loadtest.recompute_overhead import arms_of
@@ -40,7 +51,8 @@ LONGER = 320  # ten seconds of 32 a second, as the peer's figures were taken
 OVERLOAD = 256  # requests at once, more than the KV blocks hold
 KV_BLOCKS, L1_MIB = 8192, 32_768  # of the runs that lack memory: 131,072 tokens
 CHATS_L1_MIB = 49_152  # 96 conversations are 46 GB at the end
-PARTS = "decode,loops,defaults,unequal,overload,multi_turn"  # and `overhead`, by name only
+PARTS = "decode,loops,defaults,unequal,overload,multi_turn"  # and `overhead`, `slots`, by name only
+CLIENTS, SHORT = 512, 128  # of `slots`: so many at once, with prompts and answers of so many tokens
 OVERHEAD_ROUNDS = 2
 
 Make = Callable[[str, int], list[Body]]  # name, requests
@@ -132,9 +144,11 @@ class Bench:
             }
         if name == "overhead":
             return {name: [await self._overhead(sizes[0]) for _ in range(OVERHEAD_ROUNDS)]}
+        if name == "slots":
+            return {name: {f"{slots}": await self._slots(slots) for slots in (CLIENTS // 2, CLIENTS)}}
         if name == "multi_turn":
             return {name: {mode: await self._chats(mode, sizes[-1]) for mode in chat_modes}}
-        raise ValueError(f"there is no part {name!r}: {PARTS}, overhead")
+        raise ValueError(f"there is no part {name!r}: {PARTS}, overhead, slots")
 
     async def _short(self, policy: str, step_tokens: int, l1_mib: int) -> dict[str, Any]:
         """The overload with few KV blocks."""
@@ -156,6 +170,15 @@ class Bench:
             for rate, requests in ((16.0, REQUESTS), (32.0, REQUESTS if step_tokens else LONGER)):
                 found[f"open_{rate:g}"] = _printed(await open_loop(fleet, rate, requests, make))
             return found
+
+    async def _slots(self, slots: int) -> dict[str, Any]:
+        """Many clients with short requests, and so many slots for them."""
+        asked = [
+            body_of(f"short-{i}", some_tokens(random.Random(i), SHORT), SHORT) for i in range(3 * CLIENTS)
+        ]
+        async with self.start("--slots", f"{slots}", slo=DEFAULT_CLASSES) as fleet:
+            await fleet.all(bodies(f"warm-{slots}", 8, 16))
+            return _printed(figures(await read_all(fleet.client, asked, CLIENTS)))
 
     async def _chats(self, mode: str, step_tokens: int) -> dict[str, Any]:
         flags = ("--kv-blocks", f"{KV_BLOCKS}", "--step-tokens", f"{step_tokens}", "--overlap", mode)

@@ -24,8 +24,8 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import AGE, TOKENS, VOCABULARY, Peer, check_vocabulary, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
-from shared.errors import PayloadTooLarge
-from shared.messages import Ended, Message, Rejected, Tokenized, rejection
+from shared.errors import PayloadTooLarge, rejection
+from shared.messages import Ended, Message, Rejected, Tokenized
 from shared.nats import subjects
 from shared.replies import end_headers, error_reply
 from shared.telemetry import traces

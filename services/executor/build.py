@@ -117,8 +117,8 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
             f"{files.name} is an encoder, which {ranks} ranks cannot share: start more executors"
         )
     processors = load_processors(settings.logits_processors)
-    if settings.lora_places and (on_gpu or encodes or ranks > 1):
-        raise SetupError("lora_places: adapters run on a CPU that is one executor; set it to 0 here")
+    if settings.lora_places and (encodes or ranks > 1):
+        raise SetupError("lora_places: an encoder, or several ranks, have no adapters; set it to 0 here")
     log.info("loading %s …", files.name)
     slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
     dtype, _, kv_dtype = settings.dtype.partition("/")

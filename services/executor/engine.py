@@ -53,8 +53,10 @@ TUNING = {  # the number of threads on a CPU: a timing of products chooses the f
 SPECULATION = {
     "prompt": "services.executor.speculation.rows:drafting",
 }
-ADAPTERS = {  # the places of an engine of a CPU, those without weights, and their loads
+ADAPTERS = {  # the places of the engines, their size on a GPU, and their loads
     "cpu": "services.executor.adapters.places:build",
+    "cuda": "services.executor.adapters.device_places:build",
+    "bytes": "services.executor.adapters.device_places:size_bytes",
     "sim": "services.executor.adapters.sim:build",
     "loads": "services.executor.adapters.shell:AdapterLoads",
 }
@@ -281,6 +283,12 @@ def speculation_of(tokens: Callable[[int], messages.Ints], forced: Forced | None
     """What finds drafts in the `tokens` of slots; None: nothing does. `forced` is None for one of several
     ranks: they find the same drafts, each on its own, so in the tokens of the slot alone."""
     return next((resolve_name(name)(tokens, forced) for name in SPECULATION.values()), None)
+
+
+def report_of(device: str) -> Callable[..., Any]:
+    """`report` beside the `build` of the engine for a device: what runs there."""
+    report: Callable[..., Any] = resolve_name(ENGINES[device].partition(":")[0] + ":report")
+    return report
 
 
 def engine_of(device: str) -> Callable[..., Any]:

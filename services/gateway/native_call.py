@@ -543,24 +543,25 @@ class Fleet:
     ) -> list[Body]:
         """What the living schedulers answer to a request of a tenant: bodies of a `kind`, and errors. The
         last one is the first that is `enough`. Raises Unavailable if none is and one does not answer."""
-        bus, found = self._mailbox.bus, list[Body]()
+        bus, found, ended = self._mailbox.bus, list[Body](), False
         silent = {name for name in self._mailbox.peers.sources() if name.startswith("scheduler.")}
 
         def on_answer(delivery: Delivery) -> bool:
+            nonlocal ended
             for each in (kind, bodies.Refused):
                 with contextlib.suppress(WireError):
-                    found.append({**bodies.decode(each, delivery.data)})
+                    body: Body = {**bodies.decode(each, delivery.data)}
+                    if not ended:  # several may come at once
+                        found.append(body)
+                        silent.discard(f"scheduler.{body.get('scheduler') or body.get('id')}")
+                        ended = "error" in body or bool(enough(body))
                     break
-            else:
-                return False
-            body = found[-1]
-            silent.discard(f"scheduler.{body.get('scheduler') or body.get('id')}")
-            return "error" in body or bool(enough(body)) or not silent
+            return ended or (bool(found) and not silent)
 
         inbox = access.reply_inbox(bus.user, subjects.token(tenant), bus.new_inbox())
         data = b"" if asked is None else bodies.encode(asked)
         await gather(bus, subject, SERVICES_S, on_answer, body=data, inbox=inbox)
-        if not found or (silent and not ("error" in found[-1] or enough(found[-1]))):
+        if not found or (silent and not ended):
             why = f"{min(silent)} does not answer" if silent else "no scheduler runs"
             raise Unavailable(f"{why}: see `headrace status`", retry_after_ms=1_000)
         return found

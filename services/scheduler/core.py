@@ -23,7 +23,7 @@ from services.scheduler.executors import moves, roles, sleep
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import BASELINES, Policy
-from services.scheduler.state.state import Executor, Limits, SessionEvents, State
+from services.scheduler.state.state import Executor, Limits, NoSessions, SessionEvents, State
 from services.scheduler.state.transfers import Offload
 from shared import messages
 from shared.errors import SetupError
@@ -240,7 +240,7 @@ def change_policy(state: State, text: str) -> None:
 def _follow_sessions(state: State) -> None:
     """Follow sessions from now on, or no longer: what was learned is forgotten."""
     parts = [] if state.limits.policy.no_sessions else _session_parts()
-    state.sessions = parts[0]() if parts else SessionEvents()
+    state.sessions = parts[0]() if parts else NoSessions()
 
 
 def asked_policy(text: str, now: Policy, at_start: Policy) -> Policy:

@@ -29,9 +29,10 @@ from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import DECODE, Executor, State
 from services.scheduler.state.waiting_queue import MAX_CLIENTS, TenantBacklog
 from shared.codec import MAX_TOKENS
+from shared.errors import rejection
 from shared.fair_share import is_over_share
 from shared.kv_blocks import blocks_for
-from shared.messages import ExecHello, Rejected, Tokenized, rejection
+from shared.messages import ExecHello, Rejected, Tokenized
 from shared.step_model import StepShape
 
 REFUSED_US = 10_000_000  # longer than a tokenizer resends

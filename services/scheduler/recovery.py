@@ -23,6 +23,7 @@ from services.scheduler.state.state import Executor, ModelKind, Sleeper, State
 from services.scheduler.state.transfers import JobPhase, Offload
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared import messages
+from shared.errors import rejection
 from shared.messages import ExecHello, Tokenized
 
 MAX_ACQUITTALS = 8  # then a request that silences executors counts as one that kills them
@@ -234,7 +235,7 @@ def on_takeover(state: State, source: str, tokenized: messages.Tokenized, trace:
             request.attempt, request.shard = tokenized.attempt, source.removeprefix("detokenizer.")
             _open(state, request, tokenized)
         else:
-            state.send(source, messages.rejection(tokenized, messages.MOVED, ""), trace)
+            state.send(source, rejection(tokenized, messages.MOVED, ""), trace)
         return
     tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
     rejected = load_shedding.refuse_takeover(state, source, tokenized)

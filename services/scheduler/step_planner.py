@@ -459,7 +459,7 @@ def must_split(state: State, executor: Executor, columns: StepColumns) -> bool:
     overlap).
     """
     since_tokens, mode = executor.hello.two_stream_tokens, state.limits.comm
-    if not since_tokens or mode == "off" or not columns.chunks:
+    if not since_tokens or mode not in ("auto", "two_stream") or not columns.chunks:
         return False
     return mode == "two_stream" or columns.shape.tokens >= since_tokens
 

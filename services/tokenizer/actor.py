@@ -38,8 +38,8 @@ from shared.aliases import ADAPTED, HEADER, STAMP, AdapterFiles, Aliases
 from shared.answer_formats.formats import OFF
 from shared.api import run_of
 from shared.config import Settings, WatchedFile
-from shared.errors import Overloaded, PayloadTooLarge
-from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
+from shared.errors import Overloaded, PayloadTooLarge, rejection
+from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, Subscription
 from shared.processes import Rarely

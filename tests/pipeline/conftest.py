@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.detokenizer import actor as detokenizer
-from services.tokenizer import actor as tokenizer
+from services.tokenizer import loading as tokenizer
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 

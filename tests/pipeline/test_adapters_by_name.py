@@ -165,3 +165,16 @@ async def test_an_adapter_of_a_tenant_does_not_exist_for_others(
     acme = await Client.open(await pipeline.connect(), "acme")
     assert (await acme.complete({**ASKED, "model": "own"}))["usage"]["completion_tokens"] == 6
     await change(pipeline, "own")
+
+
+async def test_the_key_of_a_tenant_adds_no_adapter(pipeline: Pipeline, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("acme hr-acme\nheadrace-operator hr-op\n")
+    body = {"lora_name": "keyed", "lora_path": folder(tmp_path / "keyed", 1)}
+    async with httpx.AsyncClient(base_url=await add_gateway(pipeline, "keyed", keys)) as client:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            for key, status in (("hr-acme", 403), ("hr-other", 401), ("hr-op", 200)):
+                headers = {"Authorization": f"Bearer {key}"}
+                asked = body if "unload" not in path else {"lora_name": "keyed"}
+                assert (await client.post(path, json=asked, headers=headers)).status_code == status
+    await remove_gateway(pipeline, "keyed")

@@ -11,7 +11,6 @@ from shared import codec
 
 COMING = {
     "PromptTokens",  # log probabilities of prompts
-    "KvForget", "KvTouch",  # sessions of agents
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ QUESTIONS = (
         "add a dense model family",
         3,
         (
-            "services/executor/checkpoint/config.py:Family",
+            "services/executor/checkpoint/families.py:Family",
             "services/executor/checkpoint/config.py:check_hf",
             "services/executor/model/description.py:Shapes",
         ),

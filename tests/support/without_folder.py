@@ -82,7 +82,7 @@ DELETABLE = {
 
 LINES = {  # a first number of threads and the next; one a format, and one a dtype that keeps it; one a
     # command, and that for mistyped ones
-    "services/executor/adapters/": 3, "services/executor/cpu/autotune.py": 2,
+    "services/executor/adapters/": 5, "services/executor/cpu/autotune.py": 2,
     "services/executor/quantised/": 6,
     "services/launcher/commands/chat.py": 2, "services/launcher/commands/completion.py": 2,
     "services/launcher/commands/record.py": 3, "services/launcher/commands/status.py": 3,

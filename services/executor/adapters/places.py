@@ -9,23 +9,19 @@ two steps, on the device thread, so a step has one adapter in each place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 import kernels.cpu_jit
 from kernels.lora import Adapted, adapt
-from services.executor.adapters.peft import Folder, check_targets, modules_of, read_folder, refusal
-from services.executor.checkpoint.weights import TensorNames, pairs_in_halves
-from services.executor.model.description import Part, Projection, Shapes, Weight, describe
+from services.executor.adapters.reading import Adapter, AdapterReader, projections
+from services.executor.model.description import Shapes, Weight
 from shared.messages import SlotOpen
 
 if kernels.cpu_jit.available():
@@ -36,27 +32,14 @@ Lines = NDArray[np.int64]  # [rows, COLUMNS] of a product; without Numba [rows],
 ByProduct = Mapping[str, Lines]
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter in host memory: its matrices of all layers, by product."""
-
-    digest: str
-    rank: int
-    products: Mapping[str, Adapted]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(each.a.nbytes + each.b.nbytes for each in self.products.values())
-
-
 class Places:
     """See services.executor.engine.Adapters."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, places: int, most_rank: int, slots: int) -> None:
         """`dtype`: of the values between products."""
-        self.count, self.most_rank = places, most_rank
-        self._shapes, self._dtype = shapes, dtype
-        self._weights = _projections(shapes)
+        self.count = places
+        self._reader = AdapterReader(shapes, dtype, most_rank)
+        self.read, self._weights = self._reader.read, self._reader.weights
         self.held: list[Adapter | None] = [None] * (places + 1)
         self._of_slot = np.zeros(slots, np.int64)
         width = COLUMNS if kernels.cpu_jit.available() else 1
@@ -66,28 +49,6 @@ class Places:
     def product(self, weight: Weight) -> Product | None:
         """The adapters' part of the product with this weight; None: no adapter has one."""
         return self._products.get(weight.name)
-
-    def read(self, path: str) -> Adapter:
-        """Read an adapter, on any thread. Raises BadRequest."""
-        folder = read_folder(path, self.most_rank)
-        try:
-            tensors = load(folder.weights)
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise refusal(f"its weights are not a whole safetensors file: {error}") from None
-        names, found = TensorNames(self._shapes), modules_of(tensors)
-        check_targets(
-            found, _sizes(names, self._weights, self._shapes.layers), lambda n: tensors[n].shape, folder.rank
-        )
-        if not all(bool(each.isfinite().all()) for each in tensors.values()):
-            raise refusal("it has numbers that are not finite")
-        narrow = self._dtype == torch.bfloat16 or all(t.dtype == torch.bfloat16 for t in tensors.values())
-        kind = torch.bfloat16 if narrow else torch.float32
-        products: dict[str, Adapted] = {}
-        read = {key: tensors[name].to(kind) for key, name in found.items()}
-        for name, weight in self._weights.items():
-            made = self._joined(weight, read, names, folder)
-            products |= {} if made is None else {name: made}
-        return Adapter(folder.digest, folder.rank, products)
 
     def bind(self, place: int, adapter: Adapter | None) -> None:
         """Put an adapter into a place, between two steps."""
@@ -115,28 +76,6 @@ class Places:
         places = np.pad(places, (0, padding)) if padding else places
         return {name: lines[places] for name, lines in self._lines.items()}
 
-    def _joined(
-        self, weight: Weight, read: Mapping[tuple[str, str], Tensor], names: TensorNames, folder: Folder
-    ) -> Adapted | None:
-        """The matrices of all layers for one product; None if no layer has one."""
-        layers, rank, order = self._shapes.layers, folder.rank, pairs_in_halves(self._shapes)
-        begins = [0, *accumulate(part.shape[0] for part in weight.parts)]
-        a = b = None
-        for layer in range(layers):
-            for i, part in enumerate(weight.parts):
-                module, rows = _module(names, part, layer)
-                if (module, "lora_A") not in read:
-                    continue
-                down, up = read[module, "lora_A"], read[module, "lora_B"][rows]
-                if a is None or b is None:
-                    a = down.new_zeros(layers, len(weight.parts) * rank, down.shape[1])
-                    b = down.new_zeros(layers, rank, begins[-1])
-                if part.name in ("q", "k") and len(order):
-                    up = up[torch.arange(len(up)).view(-1, len(order))[:, order].flatten()]
-                a[layer, i * rank : (i + 1) * rank] = down
-                b[layer, :, begins[i] : begins[i + 1]] = up.T
-        return None if a is None or b is None else Adapted(a, b, folder.scale)
-
 
 class Product:
     """The adapters' part of one product, in all layers."""
@@ -163,30 +102,6 @@ class Product:
 def build(shapes: Shapes, dtype: torch.dtype, places: int, most_rank: int, slots: int) -> Places:
     """The places of an engine."""
     if kernels.cpu_jit.available():
-        most = max(len(weight.parts) for weight in _projections(shapes).values())
+        most = max(len(weight.parts) for weight in projections(shapes).values())
         most_rank = min(most_rank, MOST_LOW // most)
     return Places(shapes, dtype, places, most_rank, slots)
-
-
-def _projections(shapes: Shapes) -> dict[str, Weight]:
-    """The weights of the products, by name: alike in all layers that have one."""
-    operations = [op for layer in describe(shapes).layers for op in layer if isinstance(op, Projection)]
-    return {op.weight.name: op.weight for op in operations}
-
-
-def _module(names: TensorNames, part: Part, layer: int) -> tuple[str, slice]:
-    """The linear layer with a part, and its rows there."""
-    tensor, cut = names.tensor_of(part, layer)
-    return tensor.removesuffix(".weight"), slice(None) if cut is None else slice(cut.begin, cut.end)
-
-
-def _sizes(names: TensorNames, weights: Mapping[str, Weight], layers: int) -> dict[str, Sequence[int]]:
-    """The shape of each linear layer that may have an adapter, by name."""
-    every = names.sizes()
-    modules = {
-        _module(names, part, layer)[0]
-        for weight in weights.values()
-        for part in weight.parts
-        for layer in range(layers)
-    }
-    return {module: every[f"{module}.weight"] for module in modules if f"{module}.weight" in every}

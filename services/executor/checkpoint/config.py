@@ -1,4 +1,4 @@
-"""Reads the shapes of a model (one dataclass) from GGUF metadata or from a Hugging Face config.json.
+"""Reads the shapes of a model (one dataclass) from a Hugging Face config.json.
 
 Unknown keys are refused by name, so a model that loads is computed as its authors intended.
 
@@ -13,17 +13,17 @@ How a checkpoint scales its rotations, read as numbers of Shapes: a divisor of e
 A partial rotation gives the rest of a head infinite divisors.
 
 A key that is not listed here may change what the model computes, so the model is refused with that key's
-name. The listed keys of config.json and of GGUF metadata are read here, or harmless at any value
+name. The listed keys are read here, or harmless at any value
 (training, generation, bookkeeping), or harmless at one value. A key with the value null is ignored.
 
-families.py has what distinguishes the checkpoints of each family.
+families.py has what distinguishes the checkpoints of each family, quantised/gguf.py reads GGUF metadata.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.families import FAMILIES, Family, layer_kinds
 from services.executor.checkpoint.stored import scheme_of
 from services.executor.engine import LAST_TOKEN
-from services.executor.model.description import GELU, ExpertShapes, Options, Shapes
+from services.executor.model.description import ExpertShapes, Options, Shapes
 from shared.errors import SetupError
 from shared.vocab.files import read_metadata, unreadable, vector_settings
 
@@ -39,11 +39,7 @@ _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", 
 SUPPORTED = tuple(FAMILIES)
 # Far above any model's: with a damaged number the description or the rotations would take minutes.
 MOST_LAYERS, _MOST_DIM = 4096, 65_536
-_LAYERS_OF_27B = 62  # of Gemma 3 27B, which scales its queries by another size
 _GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
-_BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # as in llama.cpp
-_BY_GGUF = {family.gguf or kind: kind for kind, family in FAMILIES.items() if family.in_gguf}
-IN_GGUF = tuple(_BY_GGUF)
 
 
 def refuse(what: str, kinds: Sequence[str] = SUPPORTED) -> SetupError:
@@ -80,7 +76,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     check_hf(config, kind, family)
     config = {**family.defaults, **config}
     heads = int(config["num_attention_heads"])
-    head_dim = _rotated(int(config.get("head_dim") or int(config["hidden_size"]) // heads))
+    head_dim = rotated_dim(int(config.get("head_dim") or int(config["hidden_size"]) // heads))
     rope, local = hf_rope(config)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     context = int(config.get("max_position_embeddings", 2048))
@@ -98,7 +94,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     if window and not family.windows:  # up to which both compute the same
         rotation["max_context"] = min(rotation["max_context"], window)
     biases = (fields for key, fields in family.biases.items() if config.get(key))
-    return _plausible(Shapes(
+    return plausible(Shapes(
         architecture=kind,
         layers=int(config["num_hidden_layers"]),
         hidden=int(config["hidden_size"]),
@@ -132,14 +128,14 @@ def pooling_of(path: Path, usual: str = LAST_TOKEN) -> str:
     return LAST_TOKEN if found.pooling == (LAST_TOKEN,) else f"pooling {'+'.join(found.pooling)}"
 
 
-def _rotated(head_dim: int) -> int:
+def rotated_dim(head_dim: int) -> int:
     """`head_dim`. Raises ValueError for one whose frequencies no list can hold."""
     if head_dim > _MOST_DIM:
         raise ValueError(f"no model has heads of {head_dim} numbers")
     return head_dim
 
 
-def _plausible(shapes: Shapes) -> Shapes:
+def plausible(shapes: Shapes) -> Shapes:
     """`shapes`. Raises ValueError for impossible numbers."""
     counts = {name: getattr(shapes, name) for name in _COUNTS}
     fit = min(counts.values()) > 0 and shapes.layers <= MOST_LAYERS
@@ -203,86 +199,8 @@ def _hf_experts(family: Family, config: Mapping[str, Any]) -> ExpertShapes | Non
     )
 
 
-def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
-    """Shapes from GGUF metadata (keys: the GGUF specification) and the set of tensor names. Raises SetupError
-    for an unsupported model; KeyError, TypeError or ValueError for damaged metadata. The loader (gguf.py)
-    reads factors that differ by frequency from the tensor `rope_freqs.weight`."""
-    kind = str(metadata.get("general.architecture", "(none)"))
-    if kind not in IN_GGUF:
-        raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)
-    check_gguf(metadata, kind)
-    metadata = {**metadata, **_of_all_layers(metadata, kind)}
-    heads = int(metadata[f"{kind}.attention.head_count"])
-    hidden = int(metadata[f"{kind}.embedding_length"])
-    head_dim = _rotated(int(metadata.get(f"{kind}.attention.key_length", hidden // heads)))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if int(metadata.get(f"{kind}.{key}", head_dim)) != head_dim:
-            raise refuse(f"{key} {metadata[f'{kind}.{key}']} with heads of {head_dim}", IN_GGUF)
-    theta = float(metadata.get(f"{kind}.rope.freq_base", 10000.0))
-    context = int(metadata[f"{kind}.context_length"])
-    family, window = FAMILIES[_BY_GGUF[kind]], int(metadata.get(f"{kind}.attention.sliding_window", 0))
-    rotation = rope_fields(gguf_rope(metadata, kind, context), theta, head_dim, context)
-    if window and not family.windows:  # up to which both compute the same
-        rotation["max_context"] = min(rotation["max_context"], window)
-    return _plausible(Shapes(
-        architecture=_BY_GGUF[kind],
-        layers=int(metadata[f"{kind}.block_count"]),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=int(metadata.get(f"{kind}.attention.head_count_kv", heads)),
-        head_dim=head_dim,
-        intermediate=int(metadata[f"{kind}.feed_forward_length"]),
-        vocab=len(metadata["tokenizer.ggml.tokens"]),
-        norm_eps=float(metadata[f"{kind}.attention.layer_norm_rms_epsilon"]),
-        rope_theta=theta,
-        **rotation,
-        sliding_window=0 if family.full_each else window,
-        options=_gguf_options(family, metadata, kind, head_dim) if family.gguf else Options(),
-        tied="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        out_bias="blk.0.attn_output.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
-    ))  # fmt: skip
-
-
-def _gguf_options(family: Family, metadata: Mapping[str, Any], kind: str, head_dim: int) -> Options:
-    """Options of a family with a name of its own in GGUF files. What these leave out is as in llama.cpp."""
-    hidden, heads = int(metadata[f"{kind}.embedding_length"]), int(metadata[f"{kind}.attention.head_count"])
-    layers, window = int(metadata[f"{kind}.block_count"]), int(metadata[f"{kind}.attention.sliding_window"])
-    config = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "head_dim": head_dim,
-        "query_pre_attn_scalar": hidden // heads if layers == _LAYERS_OF_27B else head_dim,
-    }
-    kinds = layer_kinds(config, family.full_each)
-    return Options(
-        windows=tuple(window * windowed for windowed in kinds),
-        local_rope=(float(metadata.get(f"{kind}.rope.freq_base_swa", 10000.0)), ()),
-        **{"act": GELU, **family.computes(config), "norm_offset": 0.0},
-    )
-
-
-def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The number of all layers for keys that have one for each layer. Raises SetupError if layers differ, and
-    ValueError for another count of them."""
-    found = {}
-    for key in (f"{kind}.{name}" for name in _BY_LAYER):
-        if isinstance(numbers := metadata.get(key), list):
-            if len(numbers) != metadata[f"{kind}.block_count"]:
-                raise ValueError(f"{key} has {len(numbers)} numbers, and not one for each layer")
-            if len({*numbers}) > 1:
-                raise refuse(f"{key} with layers of different sizes, {numbers!r:.60},", IN_GGUF)
-            found[key] = numbers[0]
-    return found
-
-
 _BY_KIND = {"full_attention", "sliding_attention"}  # of layers
-_PARTIAL, _ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
-_GGUF = {  # by llama.cpp's name of a rope.scaling key
-    "type": "rope_type", "factor": "factor", "original_context_length": _ORIGINAL,
-    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
-}  # fmt: skip
+_PARTIAL, ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
 
 
 def rope_fields(rope: Mapping[str, Any], theta: float, head_dim: int, context: int) -> dict[str, Any]:
@@ -302,7 +220,7 @@ def rope_fields(rope: Mapping[str, Any], theta: float, head_dim: int, context: i
         return fields if dim == head_dim else {**fields, "rope_factors": of_head((1.0,) * (dim // 2))}
     if kind == "linear":
         return {**fields, "rope_factors": of_head((_positive(rope, "factor"),) * (dim // 2))}
-    original = _positive(rope, _ORIGINAL)
+    original = _positive(rope, ORIGINAL)
     factor = _positive(rope, "factor", context / original if kind == "longrope" else None)
     if kind == "llama3":
         return {**fields, "rope_factors": of_head(_llama3(rope, theta, dim, factor, original))}
@@ -334,21 +252,9 @@ def hf_rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] |
     given = {**scaling, **given}
     if _PARTIAL in config:
         given.setdefault(_PARTIAL, config[_PARTIAL])
-    if _ORIGINAL in config:
-        given[_ORIGINAL] = config[_ORIGINAL]
+    if ORIGINAL in config:
+        given[ORIGINAL] = config[ORIGINAL]
     return given, local
-
-
-def gguf_rope(metadata: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
-    """The rope settings of a GGUF file as a config.json has them. As in llama.cpp a factor without a type is
-    linear, and a type without a factor changes nothing. Raises SetupError for an unsupported type."""
-    given = {own: metadata.get(f"{kind}.rope.scaling.{name}") for name, own in _GGUF.items()}
-    given["rope_type"] = given["rope_type"] or "linear"
-    if given["rope_type"] not in ("none", "linear", "yarn"):
-        raise SetupError(f"rope scaling {given['rope_type']!r} in a GGUF file is not supported; use another")
-    if given["rope_type"] == "none" or given["factor"] in (None, 0.0, 1.0):
-        return {}
-    return {**given, _ORIGINAL: given[_ORIGINAL] or context}
 
 
 def _llama3(
@@ -376,7 +282,7 @@ def _yarn(
     low, high = max(low, 0), min(high, head_dim - 1)
     if low > high:
         raise SetupError(
-            f"beta_fast, beta_slow and {_ORIGINAL} of the rope settings leave no pair to interpolate; fetch "
+            f"beta_fast, beta_slow and {ORIGINAL} of the rope settings leave no pair to interpolate; fetch "
             "the model again"
         )
     width = high - low or 0.001  # as transformers
@@ -473,23 +379,6 @@ _ROPE_OF_TYPE = {
     )),
 }  # fmt: skip
 
-_GGUF_NAMESPACES = ("general.", "tokenizer.", "quantize.", "mradermacher.")
-_GGUF_READ = frozenset((
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
-    "rope.freq_base_swa",
-    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "pooling_type",
-))  # fmt: skip
-_GGUF_ONE_VALUE: Mapping[str, object] = {
-    "attention.causal": True,
-    "rope.scaling.attn_factor": 1.0,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "tensor_data_layout": "Meta AI original pth",
-}
-
 
 def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     """Raises SetupError for the first key of a config.json that may change what a model of this kind
@@ -518,19 +407,19 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     by_kind = [each or {} for key, each in parameters.items() if key in _BY_KIND and family.full_each]
     for rope in by_kind or [{**given.get("rope_scaling", {}), **parameters}]:
         if "partial_rotary_factor" not in family.reads:
-            _only(rope, "partial_rotary_factor", 1.0, "config.json")
+            only(rope, "partial_rotary_factor", 1.0, "config.json")
         known_rope = _ROPE | _ROPE_OF_TYPE.get(rope_type(rope), frozenset())
         for key in sorted(rope.keys() - known_rope):
             if rope[key] is not None:
-                raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
+                raise unknown_key(f"{key} of the rope settings", rope[key], "config.json")
     known = _READ | family.reads | HARMLESS
     known |= {"architectures", "quantization_config"}
     one_value = {**_ONE_VALUE, **family.fixed}
     for key, value in given.items():
         if key in one_value and key not in family.reads:
-            _only(given, key, one_value[key], "config.json")
+            only(given, key, one_value[key], "config.json")
         elif key not in known:
-            raise _unknown(key, value, "config.json")
+            raise unknown_key(key, value, "config.json")
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
@@ -545,33 +434,20 @@ def rope_type(rope: Mapping[str, Any]) -> str:
     return kind
 
 
-def check_gguf(metadata: Mapping[str, Any], kind: str) -> None:
-    """Raises SetupError for the first metadata key that may change what a model of this architecture
-    computes."""
-    for key, value in metadata.items():
-        name = key.removeprefix(f"{kind}.")
-        if key.startswith((*_GGUF_NAMESPACES, "split.")):
-            continue
-        if name == key or name not in _GGUF_READ | _GGUF_ONE_VALUE.keys():
-            raise _unknown(key, value, "the GGUF file")
-        if name in _GGUF_ONE_VALUE:
-            _only(metadata, key, _GGUF_ONE_VALUE[name], "the GGUF file")
-
-
 def shown(value: object) -> str:
     """A value of a configuration for an error, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-def _only(given: Mapping[str, Any], key: str, value: object, where: str) -> None:
+def only(given: Mapping[str, Any], key: str, value: object, where: str) -> None:
     if given.get(key) is not None and given[key] != value:
         raise SetupError(
             f"{key} = {shown(given[key])} in {where} is not supported, only {value!r}; use another model"
         )
 
 
-def _unknown(key: str, value: object, where: str) -> SetupError:
+def unknown_key(key: str, value: object, where: str) -> SetupError:
     how = "delete it from config.json"
     if where != "config.json":
         how = f"write a copy without it: gguf-new-metadata --remove-metadata {key} OLD NEW"

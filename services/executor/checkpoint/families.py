@@ -155,7 +155,7 @@ def _number(config: Mapping[str, Any], key: str, absent: float) -> float:
 
 
 def layer_kinds(config: Mapping[str, Any], full_each: int) -> tuple[bool, ...]:
-    """Of each layer whether it has a window: as `layer_types` names them, else all but each so many-th, by
+    """Whether each layer has a window: as `layer_types` names them, else all but each so many-th, by
     `sliding_window_pattern` (a number, or LLLG), or `full_each`. Raises ValueError for another pattern."""
     if kinds := config.get("layer_types"):
         return tuple(kind == "sliding_attention" for kind in kinds)

@@ -51,7 +51,14 @@ from services.executor.checkpoint.weights import (
     plain_part,
     stage_partition,
 )
-from services.executor.engine import COMPILED, BackendInfo, MakeProcessor, ReportGrammar, ignore_grammar_news
+from services.executor.engine import (
+    COMPILED,
+    BackendInfo,
+    MakeProcessor,
+    ReportGrammar,
+    adapters_of,
+    ignore_grammar_news,
+)
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars, build_grammars
@@ -67,7 +74,7 @@ log = logging.getLogger("headrace.executor")
 
 _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _NO_TILES = "amx without tiles"  # a CPU of this kind whose tiles kernels may not use
-_LOGIT_BYTES = 16  # of a token of the vocabulary, a row
+_LOGIT_BYTES = 22  # of a token, a row: the model's dtype, float32, copies of torch, 5 for penalties
 _GRAPHS_BYTES = 512 << 20
 SMALL_BYTES = 256 << 20  # of weights in files, see _is_small
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
@@ -194,6 +201,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     most = options.slots * blocks_for(wanted, options.block_tokens)
     if device.type == "cuda":
         beside = beside_bytes(shapes, options, wanted)
+        places = options.lora_places
+        beside += adapters_of("bytes", places, shapes, weights.norm.dtype, places, options.lora_rank) or 0
         blocks = gpu_blocks(size, device, most, beside, options.gpu_memory, options.blocks)
     else:
         blocks = options.blocks or fitting_blocks(size, most, only_tier=options.only_tier)

@@ -293,7 +293,7 @@ class Weights:
 
     @property
     def norms(self) -> LayerWeights:
-        """Of the norm after the last layer."""
+        """The weights of the norm after the last layer."""
         biases = {} if self.norm_bias is None else {"norm_bias": Dense.of(self.norm_bias)}
         return {"norm": Dense.of(self.norm), **biases}
 

@@ -14,10 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import triton
-from triton import knobs
-from triton.runtime.jit import JITFunction
-
 from shared.processes import usable_cores
 
 MOST_THREADS = 16
@@ -26,6 +22,8 @@ MOST_THREADS = 16
 @contextmanager
 def _without_launches() -> Iterator[None]:
     """Kernels are compiled where they would be launched; what they write stays as it was."""
+    from triton.runtime.jit import JITFunction
+
     run = JITFunction.run
 
     def compiled(function: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> Any:
@@ -41,6 +39,8 @@ def _without_launches() -> Iterator[None]:
 def compile_ahead(launch: Callable[[], None]) -> int:
     """Compile the kernels that `launch` would start, and return how many of them Triton's cache did not have.
     Everything else in `launch` is done, over memory that no kernel has written. Raises Triton's errors."""
+    from triton import AsyncCompileMode, knobs
+
     new: list[str] = []
     before = knobs.compilation.listener
 
@@ -53,7 +53,7 @@ def compile_ahead(launch: Callable[[], None]) -> int:
     knobs.compilation.listener = note
     threads = max(1, min(MOST_THREADS, int(usable_cores())))
     try:
-        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool), _without_launches():
+        with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), _without_launches():
             launch()
     finally:
         knobs.compilation.listener = before

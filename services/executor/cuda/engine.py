@@ -61,8 +61,8 @@ from services.executor.cuda.input_batch import (
     arrange_drafts,
     can_have_drafts,
 )
-from services.executor.cuda.kernel_configs import Computed, choices, tuning_for
-from services.executor.cuda.optioned import model_of
+from services.executor.cuda.kernel_configs import Choice, Computed, choices, tuning_for
+from services.executor.cuda.model import CudaModel
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -89,8 +89,24 @@ def build(options: TorchOptions, ranks: Ranks = SOLO) -> CudaBackend:
     return CudaBackend(options, loaded)
 
 
+def report(
+    shapes: Shapes, *, block_tokens: int, ranks: int, dtype: str, fp8_kv: bool, deterministic: bool
+) -> tuple[Choice, ...]:
+    """The kernels of an engine on the first GPU. Raises SetupError where Triton cannot start kernels."""
+    check_compiler()
+    return choices(
+        Computed(
+            device=torch.cuda.get_device_name(0), head_dim=shapes.head_dim, block_tokens=block_tokens,
+            ranks=ranks, wide=dtype == "f32", fp8_kv=fp8_kv, deterministic=deterministic,
+            kept_in=dtype if dtype in ("fp8", "int4") else "", options=shapes.has_options,
+        )
+    )  # fmt: skip
+
+
 class CudaBackend:
     """See services.executor.engine.Backend. Made by `build`."""
+
+    adapters: Any = None  # of its slots, if it has places for some
 
     def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
         shapes, cache = loaded.shapes, loaded.cache
@@ -142,7 +158,13 @@ class CudaBackend:
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context,
             device, shapes.vocab, drafts=drafts,
         )  # fmt: skip
-        model = model_of(loaded, works, tuning, options.slots)
+        self.adapters = engine.adapters_of(
+            "cuda", options.lora_places, shapes, cache.activations, options.lora_places, options.lora_rank,
+            options.slots + 1, device,
+        )  # fmt: skip
+        if self.adapters is not None:
+            self.info = replace(self.info, adapter_places=options.lora_places)
+        model = CudaModel(loaded, works, tuning, options.slots, self.adapters)
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)
@@ -194,6 +216,8 @@ class CudaBackend:
         self._slots.open(opened)
         self._host_rows.open(opened)
         self._sampling.open(opened)
+        if self.adapters is not None:
+            self.adapters.open(opened)
 
     def close_slot(self, slot: int) -> None:
         self._late.flush()
@@ -250,15 +274,16 @@ class CudaBackend:
         updates = self._slots.take_updates(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
         runner, slots = self._runner, self._slots
+        adapted = self.adapters is not None and self.adapters.is_any_in(plan.slots)
         if drafts:
             slots.copy_histories(plan.slots)
-            runner.queue(arrange_drafts(plan, drafts, apart=runner.apart), updates)
+            runner.queue(arrange_drafts(plan, drafts, apart=runner.apart), updates, adapted=adapted)
             return tuple
         parts = None
         if plan.two_stream and runner.split_graphs is not None and sum(plan.counts) >= self._least:
             parts = split(plan)
         if parts is None or runner.split_graphs is None:
-            runner.queue(arrange(plan, slots, apart=runner.apart), updates)
+            runner.queue(arrange(plan, slots, apart=runner.apart), updates, adapted=adapted)
             return tuple
         first = arrange(parts.first, slots, apart=runner.apart)
         second = arrange(parts.second, slots, apart=False)
@@ -333,6 +358,8 @@ class CudaBackend:
         for slot in range(self.info.slots):
             self.close_slot(slot)
         self._slots.reset()
+        if self.adapters is not None:
+            self.adapters.reset()
         self._computed = self._host_rows.forwarded()
 
     def sleep(self) -> None:

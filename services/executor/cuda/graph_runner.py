@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ from services.executor.cuda.comm_overlap import (
 )
 from services.executor.cuda.compile_ahead import compile_ahead
 from services.executor.cuda.kernel_configs import DeviceTuning
-from services.executor.cuda.model import CudaModel, ForwardStep
+from services.executor.cuda.model import CudaModel
+from services.executor.cuda.optioned import ForwardStep
 from services.executor.engine import MAX_SEGMENTS, Segment
 from services.executor.parallel.step_split import CUT_TOKENS
 
@@ -73,6 +75,8 @@ _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280
 _LONG_BUCKETS = (2560, 3072, 4096, 5120, 6144, 8192)
 # Tokens of a micro-batch.
 _SPLIT_BUCKETS = (512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
+
+_ADAPTED = "+"  # after the kind of a graph whose rows may have adapters
 
 Segments = Callable[[], tuple[Segment, ...]]  # call it once the step has ended on the device
 
@@ -137,14 +141,16 @@ class GraphRunner:
         wanted += [("split", size, 1) for kind, size, _ in wanted if self._tile_planner.can_split(size)]
         wanted += [("decode", size, 1) for size in reversed(self.row_buckets) if self.apart]
         wanted += [(kind, *each) for kind in ("decode", "sample") for each in reversed(self._draft_buckets)]
+        if self._model.adapters is not None:
+            wanted += [(kind + _ADAPTED, *of) for kind, *of in wanted if kind != "sample"]
         wanted += [("sample", size, 1) for size in reversed(self.row_buckets) if self._stage.last]
         if alone and not self._has_experts:  # their products would read bounds that no kernel has written
             self._compile(wanted)
         for done, (kind, size, queries) in enumerate(wanted):
             progress(done, len(wanted))
-            layout = self._tile_planner.layout(kind, size, queries)
+            layout = self._tile_planner.layout(kind.removesuffix(_ADAPTED), size, queries)
             self._staging.stage(layout, input_batch.IDLE, input_batch.NO_TILES)
-            run = self._sample if kind == "sample" else self._forward
+            run = self._run_of(kind)
             run(layout, size)
             torch.cuda.synchronize()
             graph = CUDAGraph()
@@ -160,9 +166,9 @@ class GraphRunner:
 
         def launch(graphs: Sequence[tuple[str, int, int]]) -> None:
             for kind, size, queries in graphs:
-                layout = self._tile_planner.layout(kind, size, queries)
+                layout = self._tile_planner.layout(kind.removesuffix(_ADAPTED), size, queries)
                 self._staging.stage(layout, input_batch.IDLE, input_batch.NO_TILES)
-                (self._sample if kind == "sample" else self._forward)(layout, size)
+                self._run_of(kind)(layout, size)
             torch.cuda.synchronize()
 
         began_s = time.monotonic()
@@ -171,17 +177,26 @@ class GraphRunner:
             new += compile_ahead(lambda: launch(wanted[:-1]))
             log.info("compiled %d kernels in %.1f s", new, time.monotonic() - began_s)
 
+    def _run_of(self, kind: str) -> Callable[[input_batch.Layout, int], None]:
+        if kind == "sample":
+            return self._sample
+        return partial(self._forward, adapted=True) if kind.endswith(_ADAPTED) else self._forward
+
     def forget(self) -> None:
         """Drop all graphs and their memory, because what they read has moved."""
         self._graphs.clear()
         self._pool = None
 
     def queue(
-        self, step: input_batch.ArrangedStep, updates: tuple[input_batch.Words, input_batch.Words]
+        self,
+        step: input_batch.ArrangedStep,
+        updates: tuple[input_batch.Words, input_batch.Words],
+        *,
+        adapted: bool = False,
     ) -> None:
-        """Queue a step's inputs and its forward."""
+        """Queue a step's inputs and its forward. `adapted`: some of its rows have adapters."""
         if step.queries > 1:
-            self._queue_drafts(step, updates)
+            self._queue_drafts(step, updates, adapted=adapted)
             return
         tiles = self._tile_planner.tiles(step.chunks)
         kind = "split" if len(tiles) == input_batch.SPLIT_COLUMNS else "mixed"
@@ -191,7 +206,7 @@ class GraphRunner:
         size = next((size for size in buckets if size >= step.tokens), 0)
         layout = self._tile_planner.layout(kind, size)
         fits = tiles.shape[1] <= layout.tiles or kind == "decode"
-        graph = self._graphs.get((kind, size, 1)) if fits else None
+        graph = self._graphs.get((kind + _ADAPTED * adapted, size, 1)) if fits else None
         if size > _TOKEN_BUCKETS[-1] and self._tile_planner.needs_dense(step):
             graph = None
         if graph is not None:
@@ -202,7 +217,7 @@ class GraphRunner:
             return
         cut = self._tile_planner.without_graph(step)
         self._staging.stage(cut.layout, step, cut.tiles, updates)
-        made = self._staging.step(cut.layout, step.decode_rows, cut.dense)
+        made = self._staging.step(cut.layout, step.decode_rows, cut.dense, adapted=adapted)
         received = self._receive(step.tokens, len(made.positions))
         hidden = self._model.hidden(made, received=received)
         if not self._stage.last:
@@ -218,15 +233,19 @@ class GraphRunner:
         return min((count for count in fits if count >= wanted), default=max(fits, default=0))
 
     def _queue_drafts(
-        self, step: input_batch.ArrangedStep, updates: tuple[input_batch.Words, input_batch.Words]
+        self,
+        step: input_batch.ArrangedStep,
+        updates: tuple[input_batch.Words, input_batch.Words],
+        *,
+        adapted: bool,
     ) -> None:
         size = self._draft_rows(step.tokens // step.queries, step.queries)
         layout = self._tile_planner.layout("decode", size, step.queries)
         self._staging.stage(layout, step, self._tile_planner.whole_tiles(step.chunks), updates)
-        if (graph := self._graphs.get(("decode", size, step.queries))) is not None:
+        if (graph := self._graphs.get(("decode" + _ADAPTED * adapted, size, step.queries))) is not None:
             graph.replay()
         else:
-            self._forward(layout, size)
+            self._forward(layout, size, adapted=adapted)
 
     def _draft_rows(self, rows: int, queries: int) -> int:
         return min(size for size, each in self._draft_buckets if size >= rows and each == queries)
@@ -282,10 +301,11 @@ class GraphRunner:
         if tokens and not self._stage.last:
             self._stage.send(hidden[:tokens])
 
-    def _forward(self, layout: input_batch.Layout, size: int) -> None:
+    def _forward(self, layout: input_batch.Layout, size: int, *, adapted: bool = False) -> None:
         rows = min(size, self._slots.spare_slot) if self.apart else 0
         received = None if self._received is None else self._received[:size]
-        self._model.hidden(self._staging.step(layout, rows), self._hidden[: layout.tokens], received)
+        step = self._staging.step(layout, rows, adapted=adapted)
+        self._model.hidden(step, self._hidden[: layout.tokens], received)
 
     def _sample(self, layout: input_batch.Layout, size: int) -> None:
         columns, queries = self._staging.words[: layout.token_at].view(3, -1), layout.queries

@@ -44,7 +44,7 @@ from kernels.sampling.gpu import Choices, mask_room
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.loader import Loaded
 from services.executor.cuda.kernel_configs import DeviceTuning
-from services.executor.cuda.model import ForwardStep
+from services.executor.cuda.optioned import ForwardStep
 from services.executor.parallel.step_split import Chunk
 from services.executor.sampling.sampler import NO_TOKEN, STOP_IDS, SlotTokens, seed_key, slot_row
 from shared.errors import EngineError
@@ -406,9 +406,11 @@ class InputStaging:
         free = self._free[turn] = Event()  # type: ignore[no-untyped-call]  # no annotations in torch
         free.record()
 
-    def step(self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
+    def step(
+        self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = (), *, adapted: bool = False
+    ) -> ForwardStep:
         """Launch the kernel that resolves the staged words, and before it the one that proposes drafts if the
-        step has any; the tensors of a forward over them."""
+        step has any; the tensors of a forward over them. `adapted`: rows may have adapters."""
         tokens, at, queries = layout.tokens, layout.token_at, layout.queries
         found = Resolved(self._found[0, :tokens], self._found[1, :tokens], self._lengths[: max(rows, 1)])
         state, words = self._slots.state, self.words
@@ -426,7 +428,8 @@ class InputStaging:
         decode = None
         if rows:
             decode = DecodeRows(slots[: rows * queries], found.lengths, state.tables, queries, ids)
-        return ForwardStep(found, words[at + tokens : at + 2 * tokens], decode, tiles, dense)
+        positions = words[at + tokens : at + 2 * tokens]
+        return ForwardStep(found, positions, decode, tiles, dense, slots if adapted else None)
 
 
 def keep(hidden: Tensor, sampled: Tensor, rows: Tensor) -> None:

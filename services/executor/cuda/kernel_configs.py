@@ -6,7 +6,7 @@ docs/benchmarks/gpu.md.
 `row_by_row` derives the layouts of deterministic mode, in which a row's bits do not depend on the rest of its
 step: every product and query has one order of summation for any number of rows and any chunks of a prompt.
 
-`choices` says which kernel an engine runs for each operation, and why a faster one does not: the executor
+`choices` has the kernel of each operation of an engine, and why a faster one does not run: the executor
 logs it, and `headrace doctor` prints it.
 """
 

@@ -15,22 +15,20 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
+from kernels.attention.decode import DecodeWork, attend_decode, plan_decode
 from kernels.attention.decode import Tuning as DecodeTuning
-from kernels.attention.prefill import PrefillTiles, attend_prefill
+from kernels.attention.prefill import attend_prefill
 from kernels.collectives.gpu import MappedBuffers, Norm, all_gather, all_reduce_add_rms_norm_
 from kernels.elementwise import rope_table
 from kernels.elementwise.gpu import (
     HeadNorms,
-    Resolved,
     RopeInputs,
     add_rms_norm_,
     rms_norm,
@@ -48,8 +46,10 @@ from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.stored import Stored
 from services.executor.checkpoint.weights import gathered_logits
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
+from services.executor.cuda.optioned import ForwardStep, Operand, OptionedPass, Products
 from services.executor.model import description as d
 from services.executor.model.description import Shapes
+from services.executor.model.program import embedded, shaped
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
 from services.executor.parallel.ranks import DistributedRanks, Ranks, if_mapped
 from services.executor.parallel.step_split import Chunk
@@ -58,7 +58,7 @@ from shared.errors import SetupError
 
 log = logging.getLogger("headrace.executor")
 
-Operand = Tensor | Fp8Rows | Int4Weight  # of a product
+
 # humming-kernels is missing, finds no compiler or headers, has no such layout, or is another version.
 _LIBRARY_ERRORS = (
     ImportError, RuntimeError, OSError, ValueError, AssertionError, AttributeError, TypeError,
@@ -84,28 +84,29 @@ def check_layers(layers: Iterable[d.Layer]) -> None:
             raise SetupError(f"the GPU engine does not compute a layer of {names}; run it with device=cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardStep:
-    """The inputs of a pass. Decode rows come first among the token rows."""
-
-    resolved: Resolved
-    positions: Tensor  # [tokens] int32
-    decode: DecodeRows | None
-    tiles: PrefillTiles | None
-    dense: tuple[Chunk, ...] = ()  # chunks that start their sequence, for cuDNN
-
-
 class CudaModel:
     """A model on its device, for one thread in `torch.inference_mode`."""
 
     def __init__(
-        self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
+        self,
+        loaded: Loaded,
+        works: Mapping[DecodeTuning, DecodeWork],
+        tuning: DeviceTuning,
+        most: int,
+        adapters: Any = None,
     ) -> None:
-        """`most`: sampled rows in a step. Raises SetupError for a model that it does not compute."""
+        """`most`: sampled rows in a step; `adapters`: see services.executor.adapters.device_places. Raises
+        SetupError for a model that it does not compute."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
-        self.check(loaded)
+        if adapters is not None and (shapes.has_options or loaded.kept_in or loaded.ranks.size > 1):
+            raise SetupError(
+                "lora_places: on a GPU adapters run beside plain weights of a model of Llama's operations, "
+                "on one GPU; use dtype bf16 or f32, or lora_places 0"
+            )
+        if not shapes.has_options:
+            check_layers(d.describe(shapes).layers)
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
-        self._ranks, self._most = loaded.ranks, most
+        self._ranks, self._most, self.adapters = loaded.ranks, most, adapters
         self._last = loaded.stage.last
         self._shared: SharedLogits | None = None
         if isinstance(loaded.ranks, DistributedRanks) and loaded.ranks.symmetric is not None:
@@ -128,10 +129,9 @@ class CudaModel:
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1, shapes.rope_gain).to(kv.device)
-
-    def check(self, loaded: Loaded) -> None:
-        """Raises SetupError for a layer that is not computed."""
-        check_layers(d.describe(loaded.shapes).layers)
+        self._optioned: OptionedPass | None = None
+        if shapes.has_options:
+            self._optioned = OptionedPass(loaded, self._layers, self._product, works, tuning)
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights in the memory of the device. Tied ones occur twice."""
@@ -156,23 +156,27 @@ class CudaModel:
         """`hidden` as a ForwardPass. `sums` are given for a micro-batch: it then uses no other collectives,
         and another micro-batch may compute meanwhile."""
         eps, layers = self._shapes.norm_eps, self._layers
+        residual = received
+        if residual is None:
+            residual = embedded(self._embedding.index_select(0, step.resolved.ids), self._shapes)
+        if self._optioned is not None:
+            return (yield from self._optioned.run(step, residual, sums, out))
         layouts = self._tuning.layouts_of(len(step.positions))
         if step.decode is not None:
             plan_decode(self._works[layouts.decode], step.decode)
         chained = layouts.chained
         slot_mapping, dtype = step.resolved.slot_mapping, self._embedding.dtype
         inputs = RopeInputs(self._rotations, step.positions, slot_mapping, chained, dtype)
-        residual = self._embedding.index_select(0, step.resolved.ids) if received is None else received
         adding = _ResidualAdd(self._ranks, sums, residual, eps, chained=chained)
         first = rms_norm_fp8 if is_fp8(layers[0]["qkv"]) else rms_norm
         normed: Any = first(residual, layers[0]["attention_norm"], eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._attention(i, layer, normed, inputs, step)
-            part = self._product(attended, layer["out"], layer.get("out_bias"), whole=adding.whole)
+            part = self._projected(i, "out", attended, step, layer.get("out_bias"), whole=adding.whole)
             normed = yield from adding.add(part, layer["mlp_norm"], turn=0, fp8=is_fp8(layer["gate_up"]))
             end = i + 1 == len(layers)
             norm = self._norm if end else layers[i + 1]["attention_norm"]
-            part = self._mlp(layer, normed, adding, chained=chained)
+            part = self._mlp(i, normed, adding, step, chained=chained)
             fp8, target = not end and is_fp8(layers[i + 1]["qkv"]), out if end and self._last else None
             normed = yield from adding.add(part, norm, turn=1, out=target, fp8=fp8)
         if self._last:
@@ -184,14 +188,16 @@ class CudaModel:
         """Logits `[samples, vocab]` of the token rows `rows`."""
         own = self._product(hidden.index_select(0, rows), self._head, whole=True)
         if self._shared is not None and 0 < len(own) <= self._most:
-            return self._shared.gather(own)
-        return gathered_logits(own, self._shapes.vocab, self._ranks)
+            found = self._shared.gather(own)
+        else:
+            found = gathered_logits(own, self._shapes.vocab, self._ranks)
+        return found if self._optioned is None else shaped(found.float(), self._shapes)
 
     def _attention(
         self, index: int, layer: Mapping[str, Any], x: Operand, inputs: RopeInputs, step: ForwardStep
     ) -> Tensor:
         shapes = self._shapes
-        qkv = self._product(x, layer["qkv"], layer.get("qkv_bias"), whole=bool(step.dense))
+        qkv = self._projected(index, "qkv", x, step, layer.get("qkv_bias"), whole=bool(step.dense))
         norms = HeadNorms(layer.get("q_norm"), layer.get("k_norm"), shapes.norm_eps)
         query = rope_write(qkv, inputs, norms, self._kv, index, shapes.heads)
         out = torch.empty_like(query)
@@ -205,7 +211,23 @@ class CudaModel:
             _attend_dense(query, qkv, chunk, self._shapes, out)
         return out.view(len(x), -1)
 
-    def _mlp(self, layer: Mapping[str, Any], x: Any, adding: _ResidualAdd, *, chained: bool) -> Tensor:
+    def _projected(
+        self, index: int, name: str, x: Any, step: ForwardStep, bias: Tensor | None = None, *, whole: bool
+    ) -> Tensor:
+        """A product of a layer, with what adapters add in a step with some."""
+        weight = self._layers[index][name]
+        if step.slots is None:
+            return self._product(x, weight, bias, whole=whole)
+        out = self._product(x, weight, bias, whole=True)
+        self.adapters.add(name, index, x, out, step.slots)
+        return out
+
+    def _mlp(self, index: int, x: Any, adding: _ResidualAdd, step: ForwardStep, *, chained: bool) -> Tensor:
+        layer = self._layers[index]
+        if step.slots is not None and "router" not in layer:
+            both = self._projected(index, "gate_up", x, step, whole=True)
+            gated_rows = swiglu(both, x.dtype, chained=chained)
+            return self._projected(index, "down", gated_rows, step, whole=adding.whole)
         if "router" not in layer:
             gate_up, fp8 = layer["gate_up"], is_fp8(layer["down"])
             wide = gated(self._product, self._tuning.layouts_of(len(x)), x, gate_up, chained=chained, fp8=fp8)
@@ -293,18 +315,6 @@ def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out[rows] = found[0].transpose(0, 1)
-
-
-class Products(Protocol):
-    """Matrix products with the weights: the fastest for the number of rows, or the same bits for any number.
-
-    `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`, as `[rows, width]`; unless
-    `whole`, it may be `[splits, rows, width]` float32, which the reader adds up. A weight in fp8 takes fp8
-    rows, and quantises plain ones; one in 4 bits takes plain ones."""
-
-    def __call__(
-        self, x: Operand, weight: Operand, bias: Tensor | None = None, *, whole: bool = False
-    ) -> Tensor: ...
 
 
 def products_of(tuning: DeviceTuning, device: torch.device) -> Products:

@@ -1,4 +1,4 @@
-"""OptionedModel is the forward pass on a GPU of a model that computes something beside Llama's.
+"""OptionedPass is the forward pass on a GPU of a model that computes something beside Llama's.
 
 The description's operations run one after the other, by the table of this engine (model/program.py):
 products, rotation, attention, experts and norms in the kernels of CudaModel, the others in torch. Products
@@ -11,45 +11,71 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.attention.decode import DecodeWork, attend_decode, plan_decode, windowed
+from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode, windowed
 from kernels.attention.decode import Tuning as DecodeTuning
-from kernels.attention.prefill import attend_prefill
+from kernels.attention.prefill import PrefillTiles, attend_prefill
 from kernels.elementwise import ref as elementwise
-from kernels.elementwise.gpu import HeadNorms, RopeInputs, add_rms_norm_, rms_norm, rope_write, swiglu
+from kernels.elementwise.gpu import (
+    HeadNorms,
+    Resolved,
+    RopeInputs,
+    add_rms_norm_,
+    rms_norm,
+    rope_write,
+    swiglu,
+)
 from kernels.moe.gpu import combine, dispatch, experts_mlp, grouped, permute, route
+from kernels.quantised import Fp8Rows
+from kernels.quantised.gpu import Int4Weight
 from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.stored import Dense
 from services.executor.cuda.kernel_configs import DeviceTuning
-from services.executor.cuda.model import CudaModel, ForwardStep
 from services.executor.model import description as d
 from services.executor.model.program import (
     REFERENCE,
     Placed,
     Step,
     Table,
-    embedded,
     placed,
     rotations,
     routed,
     run,
     scoring_of,
-    shaped,
     steps_of,
 )
 from services.executor.parallel.coroutines import AllReduces, Collective
+from services.executor.parallel.step_split import Chunk
+
+Operand = Tensor | Fp8Rows | Int4Weight  # of a product
 
 
-def model_of(
-    loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
-) -> CudaModel:
-    """The model of an engine. Raises SetupError for one that no GPU computes."""
-    kind = OptionedModel if loaded.shapes.has_options else CudaModel
-    return kind(loaded, works, tuning, most)
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """The inputs of a pass. Decode rows come first among the token rows."""
+
+    resolved: Resolved
+    positions: Tensor  # [tokens] int32
+    decode: DecodeRows | None
+    tiles: PrefillTiles | None
+    dense: tuple[Chunk, ...] = ()  # chunks that start their sequence, for cuDNN
+    slots: Tensor | None = None  # [tokens] int32, of a step with adapters
+
+
+class Products(Protocol):
+    """Matrix products with the weights: the fastest for the number of rows, or the same bits for any number.
+
+    `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`, as `[rows, width]`; unless
+    `whole`, it may be `[splits, rows, width]` float32, which the reader adds up. A weight in fp8 takes fp8
+    rows, and quantises plain ones; one in 4 bits takes plain ones."""
+
+    def __call__(
+        self, x: Operand, weight: Operand, bias: Tensor | None = None, *, whole: bool = False
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -75,18 +101,24 @@ class _Operand:
         return Dense.of(self.operand).values
 
 
-class OptionedModel(CudaModel):
-    """See CudaModel."""
+class OptionedPass:
+    """See services.executor.cuda.model.CudaModel, which calls it."""
 
     def __init__(
-        self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
+        self,
+        loaded: Loaded,
+        layers: list[dict[str, Any]],
+        product: Products,
+        works: Mapping[DecodeTuning, DecodeWork],
+        tuning: DeviceTuning,
     ) -> None:
-        super().__init__(loaded, works, tuning, most)
-        shapes, device = loaded.shapes, self._kv.device
-        description = d.describe(shapes)
+        """`layers`: the weights as products take them."""
+        shapes, device = loaded.shapes, loaded.cache.tensor.device
+        self._shapes, self._ranks, self._last = shapes, loaded.ranks, loaded.stage.last
+        self._kv, self._product, self._tuning = loaded.cache.tensor, product, tuning
         norms = {name: _Operand(stored.values) for name, stored in loaded.weights.norms.items()}
-        layers = [{name: _Operand(each) for name, each in layer.items()} for layer in self._layers]
-        self._steps = steps_of(placed(description, layers, norms), self._table(), REFERENCE)
+        weights = [{name: _Operand(each) for name, each in layer.items()} for layer in layers]
+        self._steps = steps_of(placed(d.describe(shapes), weights, norms), self._table(), REFERENCE)
         self._tables = rotations(shapes, loaded.context + 1, device)
         windows = {shapes.window_of(layer) for layer in range(shapes.layers)}
         plain = {each: replace(work, tuning=replace(each, chained=False)) for each, work in works.items()}
@@ -94,37 +126,20 @@ class OptionedModel(CudaModel):
             each: {window: windowed(work) for window in windows} for each, work in plain.items()
         }
 
-    def check(self, loaded: Loaded) -> None:
-        """Every layer is computed."""
-
-    def forward_pass(
-        self,
-        step: ForwardStep,
-        sums: AllReduces | None = None,
-        out: Tensor | None = None,
-        received: Tensor | None = None,
+    def run(
+        self, step: ForwardStep, residual: Tensor, sums: AllReduces | None, out: Tensor | None
     ) -> Generator[Collective, None, Tensor]:
-        """See CudaModel."""
-        layouts = self._tuning.layouts_of(len(step.positions))
-        works = self._by_window[layouts.decode]
+        """See CudaModel.forward_pass; `residual`: the rows of the embedding, or those received."""
+        works = self._by_window[self._tuning.layouts_of(len(step.positions)).decode]
         if step.decode is not None:
             for window, work in works.items():
                 plan_decode(work, step.decode, window)
-        rows = step.resolved.slot_mapping
-        ropes = [
-            RopeInputs(table, step.positions, rows, False, self._embedding.dtype) for table in self._tables
-        ]
-        residual = received
-        if residual is None:
-            residual = embedded(self._embedding.index_select(0, step.resolved.ids), self._shapes)
+        rows, dtype = step.resolved.slot_mapping, residual.dtype
+        ropes = [RopeInputs(table, step.positions, rows, False, dtype) for table in self._tables]
         values = _Values(residual, residual, step, ropes, works)
         yield from run(self._steps, values, self._ranks if sums is None else sums, self._ranks.size)
         found: Tensor = values.x if self._last else values.residual
         return found if out is None else out.copy_(found)
-
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """See CudaModel; float32."""
-        return shaped(super().logits(hidden, rows).float(), self._shapes)
 
     def _table(self) -> Table:
         shapes = self._shapes

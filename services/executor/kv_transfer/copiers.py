@@ -24,9 +24,12 @@ from shared.errors import EngineError
 
 log = logging.getLogger("headrace.executor")
 PIN_BYTES = 8 << 20  # pinned at a time, in 2.5 ms: a step waits no longer for the CUDA driver
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 _PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+
+_LIBC = ctypes.CDLL(None)  # it releases the GIL during a call
 
 Addresses = NDArray[np.uint64]
 
@@ -190,11 +193,13 @@ def within_pieces(begins: Sequence[int], ends: Sequence[int], size: int, host: S
 def _pin(view: Tensor, engine: CopyEngine, yield_device: YieldDevice) -> bool:
     """Pin a mapping, in pieces: about 0.3 s a GiB. False if the driver cannot. While the driver pins a piece,
     this process can neither get memory from the system nor start a kernel: with pieces of 256 MiB one after
-    the other, the first requests stood still for seconds. Raises ArenaError when the arena is not wanted any
-    more."""
+    the other, the first requests stood still for seconds. So its pages are made before. Raises ArenaError
+    when the arena is not wanted any more."""
     for at in range(0, view.numel(), PIN_BYTES):
+        address, size = view.data_ptr() + at, min(PIN_BYTES, view.numel() - at)
+        make_pages(address, size)
         began_s = time.monotonic()
-        error = engine.pin(view.data_ptr() + at, min(PIN_BYTES, view.numel() - at))
+        error = engine.pin(address, size)
         if not error and not yield_device(time.monotonic() - began_s):
             _unpin(view, engine, at + PIN_BYTES)
             raise ArenaError("the arena went before it was pinned")
@@ -206,6 +211,12 @@ def _pin(view: Tensor, engine: CopyEngine, yield_device: YieldDevice) -> bool:
             _unpin(view, engine, at)
             return False
     return True
+
+
+def make_pages(address: int, size_bytes: int) -> None:
+    """Make the pages of a mapping at the start of a page, as its first writer would. Other threads get memory
+    and start kernels meanwhile. A kernel of the system that cannot makes them later."""
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_int(_POPULATE_WRITE))
 
 
 def _unpin(view: Tensor, engine: CopyEngine, size_bytes: int) -> None:

@@ -446,7 +446,7 @@ class Shapes:
 
     @property
     def _windows(self) -> tuple[int, ...]:
-        """Of every layer of the model."""
+        """The window of every layer of the model; 0: none."""
         return self.options.windows or (self.sliding_window,) * (self.first_layer + self.layers)
 
     def is_sparse(self, layer: int) -> bool:

@@ -1,5 +1,8 @@
 """Loads the weights of a model from a GGUF file, dequantised to float32 or in its blocks.
 
+`from_gguf` reads the shapes from the metadata. A key that is not listed here may change what the model
+computes: the model is refused with that key's name, as in checkpoint/config.py.
+
 llama.cpp interleaves the two halves of each head in q and k of the llama architecture, because it rotates
 neighbours and not halves; here the order is restored. Qwen's heads are stored as they are (llama.cpp:
 conversion/llama.py, convert_hf_to_gguf.py).
@@ -12,10 +15,11 @@ import functools
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +29,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.checkpoint import weights
-from services.executor.checkpoint.config import from_gguf
-from services.executor.checkpoint.families import FAMILIES
+from services.executor.checkpoint.config import (
+    ORIGINAL,
+    only,
+    plausible,
+    refuse,
+    rope_fields,
+    rotated_dim,
+    unknown_key,
+)
+from services.executor.checkpoint.families import FAMILIES, Family, layer_kinds
 from services.executor.checkpoint.stored import Cut, Dense, Stored
-from services.executor.model.description import Part, Shapes, describe
+from services.executor.model.description import GELU, Options, Part, Shapes, describe
 from services.executor.quantised.gguf_values import FAST, FileMatrix, OpenFile, RowsInFile, dequantize
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
@@ -271,3 +283,132 @@ class _Embedding(Stored):
         return RowsInFile.of(
             self.place, self.values.dtype, lambda raw: dequantize(raw, kind, (len(raw), columns))
         )
+
+
+_LAYERS_OF_27B = 62  # of Gemma 3 27B, which scales its queries by another size
+_BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # as in llama.cpp
+_BY_GGUF = {family.gguf or kind: kind for kind, family in FAMILIES.items() if family.in_gguf}
+IN_GGUF = tuple(_BY_GGUF)
+
+
+def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
+    """Shapes from GGUF metadata (keys: the GGUF specification) and the set of tensor names. Raises SetupError
+    for an unsupported model; KeyError, TypeError or ValueError for damaged metadata. The loader
+    reads factors that differ by frequency from the tensor `rope_freqs.weight`."""
+    kind = str(metadata.get("general.architecture", "(none)"))
+    if kind not in IN_GGUF:
+        raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)
+    check_gguf(metadata, kind)
+    metadata = {**metadata, **_of_all_layers(metadata, kind)}
+    heads = int(metadata[f"{kind}.attention.head_count"])
+    hidden = int(metadata[f"{kind}.embedding_length"])
+    head_dim = rotated_dim(int(metadata.get(f"{kind}.attention.key_length", hidden // heads)))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if int(metadata.get(f"{kind}.{key}", head_dim)) != head_dim:
+            raise refuse(f"{key} {metadata[f'{kind}.{key}']} with heads of {head_dim}", IN_GGUF)
+    theta = float(metadata.get(f"{kind}.rope.freq_base", 10000.0))
+    context = int(metadata[f"{kind}.context_length"])
+    family, window = FAMILIES[_BY_GGUF[kind]], int(metadata.get(f"{kind}.attention.sliding_window", 0))
+    rotation = rope_fields(gguf_rope(metadata, kind, context), theta, head_dim, context)
+    if window and not family.windows:  # up to which both compute the same
+        rotation["max_context"] = min(rotation["max_context"], window)
+    return plausible(Shapes(
+        architecture=_BY_GGUF[kind],
+        layers=int(metadata[f"{kind}.block_count"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(metadata.get(f"{kind}.attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        intermediate=int(metadata[f"{kind}.feed_forward_length"]),
+        vocab=len(metadata["tokenizer.ggml.tokens"]),
+        norm_eps=float(metadata[f"{kind}.attention.layer_norm_rms_epsilon"]),
+        rope_theta=theta,
+        **rotation,
+        sliding_window=0 if family.full_each else window,
+        options=_gguf_options(family, metadata, kind, head_dim) if family.gguf else Options(),
+        tied="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+    ))  # fmt: skip
+
+
+def _gguf_options(family: Family, metadata: Mapping[str, Any], kind: str, head_dim: int) -> Options:
+    """Options of a family with a name of its own in GGUF files. What these leave out is as in llama.cpp."""
+    hidden, heads = int(metadata[f"{kind}.embedding_length"]), int(metadata[f"{kind}.attention.head_count"])
+    layers, window = int(metadata[f"{kind}.block_count"]), int(metadata[f"{kind}.attention.sliding_window"])
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": hidden // heads if layers == _LAYERS_OF_27B else head_dim,
+    }
+    kinds = layer_kinds(config, family.full_each)
+    return Options(
+        windows=tuple(window * windowed for windowed in kinds),
+        local_rope=(float(metadata.get(f"{kind}.rope.freq_base_swa", 10000.0)), ()),
+        **{"act": GELU, **family.computes(config), "norm_offset": 0.0},
+    )
+
+
+def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The number of all layers for keys that have one for each layer. Raises SetupError if layers differ, and
+    ValueError for another count of them."""
+    found = {}
+    for key in (f"{kind}.{name}" for name in _BY_LAYER):
+        if isinstance(numbers := metadata.get(key), list):
+            if len(numbers) != metadata[f"{kind}.block_count"]:
+                raise ValueError(f"{key} has {len(numbers)} numbers, and not one for each layer")
+            if len({*numbers}) > 1:
+                raise refuse(f"{key} with layers of different sizes, {numbers!r:.60},", IN_GGUF)
+            found[key] = numbers[0]
+    return found
+
+
+_GGUF = {  # by llama.cpp's name of a rope.scaling key
+    "type": "rope_type", "factor": "factor", "original_context_length": ORIGINAL,
+    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
+
+
+def gguf_rope(metadata: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
+    """The rope settings of a GGUF file as a config.json has them. As in llama.cpp a factor without a type is
+    linear, and a type without a factor changes nothing. Raises SetupError for an unsupported type."""
+    given = {own: metadata.get(f"{kind}.rope.scaling.{name}") for name, own in _GGUF.items()}
+    given["rope_type"] = given["rope_type"] or "linear"
+    if given["rope_type"] not in ("none", "linear", "yarn"):
+        raise SetupError(f"rope scaling {given['rope_type']!r} in a GGUF file is not supported; use another")
+    if given["rope_type"] == "none" or given["factor"] in (None, 0.0, 1.0):
+        return {}
+    return {**given, ORIGINAL: given[ORIGINAL] or context}
+
+
+_GGUF_NAMESPACES = ("general.", "tokenizer.", "quantize.", "mradermacher.")
+_GGUF_READ = frozenset((
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "pooling_type",
+))  # fmt: skip
+_GGUF_ONE_VALUE: Mapping[str, object] = {
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "tensor_data_layout": "Meta AI original pth",
+}
+
+
+def check_gguf(metadata: Mapping[str, Any], kind: str) -> None:
+    """Raises SetupError for the first metadata key that may change what a model of this architecture
+    computes."""
+    for key, value in metadata.items():
+        name = key.removeprefix(f"{kind}.")
+        if key.startswith((*_GGUF_NAMESPACES, "split.")):
+            continue
+        if name == key or name not in _GGUF_READ | _GGUF_ONE_VALUE.keys():
+            raise unknown_key(key, value, "the GGUF file")
+        if name in _GGUF_ONE_VALUE:
+            only(metadata, key, _GGUF_ONE_VALUE[name], "the GGUF file")

@@ -6,6 +6,7 @@
     compressed-tensors   float-quantized: weight, weight_scale: of the tensor, rows, or blocks
                          pack-quantized, mxfp4-pack-quantized: 4 bits, in groups of columns (int4.py)
     awq, gptq            the same in other layouts
+    mxfp4                of gpt-oss: all experts of a layer in one tensor, dequantised when they are read
 
 With weights in e4m3 activations are quantised as they come ("dynamic"), here with a scale for each token,
 also where the authors had one for 128 columns; with weights in 4 bits they stay plain. Which modules stay
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import FP8
-from kernels.quantised import Fp8Rows, dequantise_rows, quantise_rows
+from kernels.quantised import Fp8Rows, dequantise_rows, quantise_rows, widen_e2m1
 from services.executor.checkpoint.config import shown
 from services.executor.checkpoint.stored import Cut, Dense, Scheme, Stored
 from services.executor.model.description import HEADS, KV_HEADS, WIDTH, Part
@@ -88,7 +89,47 @@ class InBlocksOfFp8(Scheme):
         return found if scales is None else with_scales(weight, found, read(scales).values, self.block)
 
 
-def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | None:
+@dataclass(frozen=True, slots=True)
+class ExpertsInMxfp4(Scheme):
+    """All experts of a layer in 4 bits (gpt-oss), which become plain when they are read: `_blocks` `[experts,
+    out, in / 32, 16]` have two numbers (e2m1) in a byte, `_scales` `[experts, out, in / 32]` an exponent
+    each (OCP Microscaling Formats 1.0)."""
+
+    def weight_of(self, name: str, names: Mapping[str, Any]) -> str | None:
+        """See Scheme."""
+        weight, _, end = name.rpartition("_")
+        return weight if end in ("blocks", "scales") and f"{weight}_blocks" in names else None
+
+    def stored(self, weight: str, names: Mapping[str, Any], read: Callable[[str], Dense]) -> Stored:
+        """See Scheme: `[experts, in, out]`. Raises SetupError for tensors that are missing or do not fit."""
+        if weight in names:
+            return read(weight)
+        if f"{weight}_scales" not in names:
+            raise SetupError(f"tensor {weight + '_scales'!r} is missing; fetch the model again")
+        blocks, scales = read(f"{weight}_blocks"), read(f"{weight}_scales")
+        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+            raise SetupError(
+                f"tensor {weight + '_blocks'!r} is {list(blocks.shape)} with scales {list(scales.shape)}: no "
+                "experts in blocks of 32 numbers; fetch the model again"
+            )
+        experts, out, groups = scales.shape
+        return Dense.of(_Mxfp4(blocks, scales), (experts, 32 * groups, out))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mxfp4:
+    blocks: Dense
+    scales: Dense
+
+    def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
+        some = Cut(0, at[0].start, at[0].stop)
+        pairs, exponents = self.blocks.cut(some).values, self.scales.cut(some).values
+        numbers = widen_e2m1(torch.stack((pairs & 15, pairs >> 4), -1))
+        found = torch.ldexp(numbers, exponents.int()[..., None, None] - 127)
+        return found.flatten(2).mT[:, at[1], at[2]]
+
+
+def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | ExpertsInMxfp4 | None:
     """How the weights beside a config.json are quantised; None: they are plain. Raises SetupError for a
     `quantization_config` that is not supported."""
     given = config.get("quantization_config")
@@ -107,6 +148,9 @@ def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | None:
         return _awq(given)
     if method == "gptq":
         return _gptq(given)
+    if method == "mxfp4":
+        _only_keys(given, frozenset(("quant_method", "modules_to_not_convert", "dequantize")))
+        return ExpertsInMxfp4()
     raise _refused("quant_method", method)
 
 

@@ -134,13 +134,6 @@ def _gpus(loaded: Loaded) -> Iterator[Finding]:
         return
     triton = importlib.metadata.version("triton")
     yield Finding("ok", f"torch for CUDA {torch.version.cuda}, triton {triton}")
-    os.environ.update(environment("executor", os.environ))
-    from services.executor.cuda.engine import check_compiler
-
-    try:
-        check_compiler()
-    except SetupError as error:
-        yield Finding("fail", "compiler", error.message)
 
 
 def _gpus_used(settings: Settings) -> int:
@@ -171,11 +164,14 @@ def _gpu_kernels(loaded: Loaded) -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         return  # `_gpus` reports it
+    os.environ.update(environment("executor", os.environ))
     from services.executor.checkpoint.config import read_shapes
     from services.executor.checkpoint.loader import kept_on_gpu
     from services.executor.checkpoint.weights import format_of
-    from services.executor.cuda.kernel_configs import Computed, choices
+    from services.executor.engine import ENGINES, report_of
 
+    if "cuda" not in ENGINES:
+        return
     try:
         path = resolve(settings.model, settings.cache_dir).path
         dummy = settings.backend == "dummy"
@@ -183,13 +179,16 @@ def _gpu_kernels(loaded: Loaded) -> Iterator[Finding]:
     except SetupError:
         return  # `_model` reports it
     dtype, _, kv = settings.dtype.partition("/")
-    dtype = kept_on_gpu(path) if dtype == "auto" else dtype
-    computed = Computed(
-        device=torch.cuda.get_device_name(0), head_dim=shapes.head_dim, block_tokens=settings.block_tokens,
-        ranks=1 if settings.is_pipeline else count, wide=dtype == "f32", fp8_kv=kv == "fp8",
-        deterministic=settings.deterministic, kept_in=dtype if dtype in ("fp8", "int4") else "",
-    )  # fmt: skip
-    for choice in choices(computed):
+    try:
+        found = report_of("cuda")(
+            shapes, block_tokens=settings.block_tokens, ranks=1 if settings.is_pipeline else count,
+            dtype=kept_on_gpu(path) if dtype == "auto" else dtype, fp8_kv=kv == "fp8",
+            deterministic=settings.deterministic,
+        )  # fmt: skip
+    except SetupError as error:
+        yield Finding("fail", "compiler", error.message)
+        return
+    for choice in found:
         faster = f"faster: {choice.faster}" if choice.faster else ""
         yield Finding("warn" if faster else "ok", f"{choice.operation}: {choice.kernel}", faster)
 

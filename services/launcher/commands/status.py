@@ -289,6 +289,7 @@ def _executor(fleet: Fleet, executor: Facts) -> list[str]:
         f"KV {SchedulerCounter.KV_USED.of(pool):.0f} %{of}",
         f"step {SchedulerCounter.STEP_P50.of(pool):.1f} ms",
         f"{slots - SchedulerCounter.FREE_SLOTS.of(pool)} of {slots} slots",
+        *([f"{len(pool['adapters'])} adapters"] if "adapters" in pool else []),
         engine,
     ]
 

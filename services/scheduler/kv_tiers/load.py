@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import NamedTuple
 
-from services.scheduler import preemption
+from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state import transfers
@@ -66,6 +66,8 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
         remote = result.found[first : first + len(keys)].count(transfers.REMOTE)
         load_us = _load_us(executor, offload, len(keys), remote, state.now_us)
         executor.up.tried_us = state.now_us
+    else:
+        sequence.copies.found, sequence.copies.found_more = result.found, result.goes_on
     job = _send_prefetch(state, executor, offload, sequence, _Load(keys, valid, load_us, compute_us))
     if job is not None:
         job.fetched = [at in result.fetched for at in range(first, first + len(keys))]
@@ -109,11 +111,14 @@ def _available(
 
 
 def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> None:
-    """Load the next part of a long prefix."""
+    """Load what follows the part that has just come, and blocks after it that the device has: a message has
+    room for MAX_KEYS keys, and the device may have evicted blocks before others that no tier has."""
+    prefix_cache.catch_up(executor, sequence)
     offload = state.tiers.below(executor.hello, state.now_us)
     if offload is None:
         return
-    result = transfers.LookupResult(state.now_us, at_us=state.now_us, goes_on=True)
+    found, goes_on = sequence.copies.found, sequence.copies.found_more
+    result = transfers.LookupResult(state.now_us, found, state.now_us, goes_on=goes_on)
     keys, valid = _available(executor, sequence, result)
     if keys and sequence.reserved >= len(keys):
         load_us = _load_us(executor, offload, len(keys), 0, state.now_us)
@@ -250,8 +255,7 @@ def end_copy(state: State, job: transfers.Job, executor: Executor, message: KvCo
     state.counters.loads += 1
     state.counters.add_restore(state.now_us - job.began_us, job.predicted_us)
     _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.offload}")
-    entries = len(sequence.table)
-    if entries >= lookups.MAX_KEYS and sequence.computed == entries * executor.hello.block_tokens:
+    if sequence.computed == len(sequence.table) * executor.hello.block_tokens:
         _load_next_part(state, executor, sequence)
 
 

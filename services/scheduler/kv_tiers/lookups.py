@@ -81,15 +81,18 @@ def _has_waited(state: State, executor: Executor, sequence: Sequence, since_us: 
 def _is_old(
     state: State, executor: Executor, offload: transfers.Offload, group: SequenceGroup, stale_us: int
 ) -> bool:
-    """Whether a result may be out of date: by its age, or for a preempted sequence with missing blocks by a
-    store since then."""
+    """Whether a result may be out of date: by its age; or by a store since then, if blocks of a preempted
+    sequence are missing, or blocks of a prompt before others that are there: the device had them then."""
     result = group.lookup_results[_target(executor, offload)]
     if result.at_us < 0:
         return False
     if state.now_us - result.at_us > stale_us:
         return True
-    held = len(prefix_cache.lookup(executor, group.sequences[0]))
-    return group.resumes and offload.stores != result.stores and not all(result.found[held:])
+    if offload.stores == result.stores:
+        return False
+    found = result.found[len(prefix_cache.lookup(executor, group.sequences[0])) :]
+    missing = found.index(0) if 0 in found else len(found)
+    return missing < len(found) if group.resumes else any(found[missing:])
 
 
 def on_found(state: State, source: str, message: KvFound) -> None:

@@ -7,7 +7,7 @@ planner call `copy_dirty`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from services.scheduler import headroom, preemption, prefix_cache
@@ -82,7 +82,7 @@ def copy_dirty(state: State, executor: Executor) -> bool:
 
 def needs_ticks(state: State) -> bool:
     """True while there is no request and eager copies are possible: the actor then sends ticks."""
-    if state.sessions.wants_ticks():
+    if state.sessions.needs_ticks():
         return True
     idle = not state.requests and not state.draining and state.reuse.most_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
@@ -390,31 +390,72 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         preempted_us=_expected_us(executor),
         recompute=RecomputeCost.of(executor),
     )
-    judge, chosen, dealt, kept = state.limits.policy.function("tier"), list[int](), 0, 0
-    verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # (sequence, group of its blocks) -> verdict
-    dirty = pool.judge(room)
-    stable = islice(pool.stable, MAX_JUDGED if room and pressed > 0 else 0)
-    while dealt < pressed or (pressed <= 0 and len(chosen) < room):
-        block = next(dirty if kept < MAX_JUDGED else stable, None)
-        if block is None and (block := next(stable, None)) is None:
+    choice = _Choice(state, executor, conditions, room)
+    for (
+        block
+    ) in pool.dirty:  # the oldest are copied: the end of a table, which a load brings back in one part
+        if len(choice.chosen) == room or not choice.goes_on:
             break
-        seq, at, tenant, length = pool.owner_of[block]
+        choice.add(block)
+    choice.drop()
+    if len(choice.chosen) == room:
+        waiting = pool.judge()
+        while choice.goes_on and (next_block := next(waiting, None)) is not None:
+            choice.add(next_block)
+        choice.drop()
+    choice.kept = 0
+    for block in islice(pool.stable, MAX_JUDGED if room and pressed > 0 else 0):
+        if not choice.goes_on:
+            break
+        choice.add(block, is_stable=True)
+    return choice.chosen
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What the policy makes of the blocks that it has judged in one call."""
+
+    state: State
+    executor: Executor
+    conditions: _Conditions
+    room: int
+    chosen: list[int] = field(default_factory=list)  # to copy
+    dropped: list[int] = field(default_factory=list)  # to give up
+    dealt: int = 0
+    kept: int = 0
+    verdicts: dict[tuple[int, int], tuple[str, bool]] = field(default_factory=dict)  # by sequence and group
+
+    @property
+    def goes_on(self) -> bool:
+        pressed = self.conditions.pressed
+        enough = self.dealt >= pressed if pressed > 0 else len(self.chosen) >= self.room
+        return not enough and self.kept < MAX_JUDGED
+
+    def add(self, block: int, *, is_stable: bool = False) -> None:
+        """Judge a block."""
+        seq, at, tenant, length = self.executor.pool.owner_of[block]
         group = seq, at // JUDGED_TOGETHER
-        if group not in verdicts:
-            chance_pm = state.sessions.chance_pm(state, seq, at, tenant)
-            view = _view(state, executor, conditions, seq, chance_pm, length)
-            verdicts[group] = judge(view), view.preempted
-        what, preempted = verdicts[group]
-        if what == "drop" and pool.give_up(block):
-            state.counters.dropped_blocks += 1
-            state.counters.dropped_preempted_blocks += preempted
-            dealt += 1
-        elif what == "copy" and len(chosen) < room:
-            chosen.append(block)
-            dealt += 1
+        if group not in self.verdicts:
+            chance_pm = self.state.sessions.chance_pm(self.state, seq, at, tenant)
+            view = _view(self.state, self.executor, self.conditions, seq, chance_pm, length)
+            self.verdicts[group] = self.state.limits.policy.function("tier")(view), view.preempted
+        what, preempted = self.verdicts[group]
+        if what == "drop" and not is_stable:
+            self.dropped.append(block)
+            self.state.counters.dropped_preempted_blocks += preempted
+        elif what == "copy" and len(self.chosen) < self.room:
+            self.chosen.append(block)
         else:
-            kept += 1
-    return chosen
+            self.kept += 1
+            return
+        self.dealt += 1
+
+    def drop(self) -> None:
+        """Give up the blocks to drop: only now, since the caller went through them."""
+        for block in self.dropped:
+            self.executor.pool.give_up(block)
+        self.state.counters.dropped_blocks += len(self.dropped)
+        self.dropped.clear()
 
 
 def _copy_us(state: State, executor: Executor) -> int:

@@ -29,6 +29,7 @@ from shared.messages import KvForget, KvTouch, SessionAnswer, SessionVerb
 
 LATE_US = 30_000_000  # a session that is idle for so long counts as one that does not return, until it does
 OVER_PM = 10  # a session that returns less likely than this has ended
+OVER_SEEN = 16  # outcomes of such pauses, before one of them ends a session
 MOST_OLD_TIPS = 2  # of the turn before the last one
 DROPPED_AT_ONCE = 512  # dead blocks that are forgotten at each event
 LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how many
@@ -40,6 +41,7 @@ TOUCH_PM = 500  # for a session that is so likely to return
 class Sessions(SessionEvents):
     """See the top of this file."""
 
+    learns: bool = True
     table: Table = field(default_factory=Table)
     pauses: LearnedPauses = field(default_factory=LearnedPauses)
     of_request: dict[tuple[str, str], Session] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Sessions(SessionEvents):
         before = self.table.by_name.get(found)
         if before is not None:
             head.keyed = keyed
-            head.keys = [before.key(at) for at in range(blocks)]
+            head.keys = before.first_keys(blocks)
         session = before if not tokenized.session else self.table.by_name.get(tokenized.session)
         if tokenized.session and (session is None or session.keyed != keyed):
             if session is not None:
@@ -244,7 +246,8 @@ class Sessions(SessionEvents):
     def _look_at(self, state: State, session: Session) -> None:
         """End a late session that hardly ever returns; keep the blocks of one that does warm in L1."""
         again_pm, kept = self.again_pm(state, session), session.kept_until_us > state.now_us
-        if again_pm < OVER_PM and session.is_proven and not kept:
+        seen = self.pauses.seen(session.tenant, session.tool)
+        if again_pm < OVER_PM and session.is_proven and not kept and seen >= OVER_SEEN:
             self.outcomes.over += 1
             self.end(session)
             return
@@ -254,7 +257,7 @@ class Sessions(SessionEvents):
             session.touched_us = state.now_us
             for first in range((session.blocks - 1) // MAX_KEYS * MAX_KEYS, -1, -MAX_KEYS):  # the head last
                 keys = session.keys[first * KEY_BYTES : (first + MAX_KEYS) * KEY_BYTES]
-                _send_below(state, KvTouch, keys)
+                _send_below(state, KvTouch(keys=keys))
 
     def _forget(self, state: State) -> None:
         """Forget some dead blocks, the last of a session first, on the device and below."""
@@ -262,7 +265,7 @@ class Sessions(SessionEvents):
         first = max(len(joined) - DROPPED_AT_ONCE * KEY_BYTES, 0)
         if first:
             self.dead.appendleft(joined[:first])
-        _send_below(state, KvForget, joined[first:])
+        _send_below(state, KvForget(keys=joined[first:]))
         keys = [joined[at : at + KEY_BYTES] for at in range(first, len(joined), KEY_BYTES)]
         for executor in state.executors.values():
             pool = executor.pool
@@ -317,13 +320,13 @@ class Sessions(SessionEvents):
     def summary(self, state: State) -> dict[str, Any]:
         return report.summary(state, self.table, self.pauses, self.outcomes)
 
-    def wants_ticks(self) -> bool:
+    def needs_ticks(self) -> bool:
         return bool(self.dead)
 
 
-def _send_below(state: State, kind: type[KvForget | KvTouch], keys: bytes) -> None:
+def _send_below(state: State, message: KvForget | KvTouch) -> None:
     """Send keys to all tiers, for each layout of KV there."""
     for tier in state.tiers.by_host.values():
         here = (e.hello.fingerprint for e in state.executors.values() if e.hello.host_id == tier.host_id)
         for fingerprint in sorted(dict.fromkeys(here)):
-            state.send(tier.source, kind(keys=keys, fingerprint=fingerprint))
+            state.send(tier.source, replace(message, fingerprint=fingerprint))

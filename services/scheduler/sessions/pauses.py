@@ -20,8 +20,8 @@ USER = ""  # of an answer that calls nothing
 MOST_NAMES = 4_096  # then the one that was silent for longest is forgotten
 BUCKETS = 23  # powers of two of a millisecond: up to 1 ms, 2 ms, … about an hour
 HALVED_AT = 256  # samples: then all counts are halved, so that the last ones weigh more
-ENOUGH = 8  # pauses of a name, from which a wider name is not asked
-PRIOR_WEIGHT = 4  # outcomes that the wider name counts as
+ENOUGH = 8  # pauses or outcomes of a name, from which a wider name is not asked
+PRIOR_WEIGHT = 4  # outcomes that the prior counts as
 TOOL_RETURNS_PM, USER_RETURNS_PM = 950, 300
 # of a prior of 1,000 pauses, how many end by 2^n ms; tools: 86 % within 1 s, 95 % within 10 s
 TOOL_ENDS_PM = (50, 100, 160, 230, 310, 390, 480, 570, 660, 760, 860, 890, 920, 945, 960, 975, 985, 992, 996)
@@ -86,11 +86,22 @@ class LearnedPauses:
 
     def returns_pm(self, tenant: str, tool: str) -> int:
         """The share of pauses that end."""
-        share_pm = TOOL_RETURNS_PM if tool else USER_RETURNS_PM
-        for pauses in reversed(self._known(tenant, tool)):  # the widest first
-            prior = share_pm * PRIOR_WEIGHT
-            share_pm = (pauses.samples * 1_000 + prior) // (pauses.samples + pauses.lost + PRIOR_WEIGHT)
-        return share_pm
+        prior = PRIOR_WEIGHT * (TOOL_RETURNS_PM if tool else USER_RETURNS_PM)
+        returned, seen = self._outcomes(tenant, tool)
+        return (returned * 1_000 + prior) // (seen + PRIOR_WEIGHT)
+
+    def seen(self, tenant: str, tool: str) -> int:
+        """How many outcomes `returns_pm` is made of."""
+        return self._outcomes(tenant, tool)[1]
+
+    def _outcomes(self, tenant: str, tool: str) -> tuple[int, int]:
+        """Pauses that ended, and all, of the narrowest name with enough of them, else of the widest."""
+        returned = seen = 0
+        for pauses in self._known(tenant, tool):
+            returned, seen = pauses.samples, pauses.samples + pauses.lost
+            if seen >= ENOUGH:
+                break
+        return returned, seen
 
     def lasts_pm(self, tenant: str, tool: str, idle_us: int) -> int:
         """The share of pauses that end which are longer than `idle_us`: never 0, since a longer one than any

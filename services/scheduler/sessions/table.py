@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from struct import Struct
 
 from shared.kv_blocks import KEY_BYTES
 
@@ -26,6 +27,7 @@ SHARED_AT = 16  # blocks: every so many keys one is counted
 SPAN_BLOCKS = 64  # tips are looked up by the last border of a span before them
 MOST_TIPS = 4  # of a session: of its last two turns, each with and without the answer
 
+_KEY = Struct(f"{KEY_BYTES}s")
 Keyed = tuple[bytes, int]  # root of the keys and tokens of a block, as in Sequence
 
 
@@ -68,6 +70,10 @@ class Session:
     def key(self, at: int) -> bytes:
         """The key of its block `at`."""
         return self.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+
+    def first_keys(self, blocks: int) -> list[bytes]:
+        """The keys of its first blocks."""
+        return [key for (key,) in _KEY.iter_unpack(self.keys[: blocks * KEY_BYTES])]
 
     def common_blocks(self, keys: list[bytes]) -> int:
         """How many of its first blocks have these keys: a chain agrees up to one point."""

@@ -296,12 +296,11 @@ class BlockPool:
             self._cached.update(dirty)
             dirty.clear()
 
-    def judge(self, again: int) -> Iterator[int]:
-        """Dirty blocks for the policy: the `again` oldest that are judged in this round, then the rest, each
-        of which counts as judged once the caller has it. A new round begins if none is left."""
+    def judge(self) -> Iterator[int]:
+        """Dirty blocks that the policy has not judged in this round, each of which counts as judged once the
+        caller has it. A new round begins if none is left."""
         if not self._dirty:
             self._dirty, self._judged = self._judged, self._dirty
-        yield from list(islice(self._judged, again))
         while self._dirty:
             block, _ = self._dirty.popitem(last=False)
             self._judged[block] = None

@@ -127,6 +127,8 @@ class TierCopies:
     """Copies of a running sequence's blocks to and from a tier: see ../kv_tiers. New at each admission."""
 
     load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
+    found: tuple[int, ...] = ()  # what a lookup has found of its keys, for the loads after the first one
+    found_more: bool = False  # the keys after those may be there, too
     loads_until: int = 0  # tokens that it has after the loads that follow that one, 0: none follow
     stored: int = 0  # entries of its table whose copy down was started while it runs: see moves.py
     store_job: int = 0  # the last job of these copies

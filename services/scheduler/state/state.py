@@ -6,7 +6,7 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
@@ -419,39 +419,44 @@ class DroppedExecutor:
     blamed: list[tuple[str, str]]
 
 
-@dataclass(slots=True)
-class SessionEvents:
-    """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py,
-    which the policy `sessions` puts in its place."""
+class SessionEvents(Protocol):
+    """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py."""
 
-    learns: bool = False
+    learns: bool
 
     def on_request(self, state: State, request: Request) -> None:
         """A request has come, before the keys of its prompt are computed."""
+        return
 
     def on_admitted(self, state: State, executor: Executor, sequence: Sequence) -> None:
         """A new prompt starts, and has its cached blocks."""
+        return
 
     def on_closed(self, state: State, executor: Executor, sequence: Sequence) -> None:
         """A running sequence ends, and still has its blocks."""
+        return
 
     def on_ended(self, state: State, request: Request) -> None:
         """The last choice of a request is over, and the functions that its answer calls are known."""
+        return
 
     def on_event(self, state: State) -> None:
         """After each event."""
+        return
 
     def on_cut(self, state: State) -> None:
         """Peers or messages were lost: requests may have come and not been seen."""
+        return
 
     def on_evicted(self, state: State) -> None:
         """A tier below has evicted blocks."""
+        return
 
     def chance_pm(self, state: State, seq: int, at: int, tenant: str) -> int:
         """The chance that the block is used again which was entry `at` of the table of sequence `seq`."""
         return state.reuse.chance_pm(tenant)
 
-    def wants_ticks(self) -> bool:
+    def needs_ticks(self) -> bool:
         """Whether something is left to do without an event."""
         return False
 
@@ -473,6 +478,13 @@ class SessionEvents:
 
 
 @dataclass(slots=True)
+class NoSessions(SessionEvents):
+    """No session is followed: policy `sessions=off`, or an installation without ../sessions."""
+
+    learns: bool = False
+
+
+@dataclass(slots=True)
 class State:
     """The whole state; `now_us` is the time of the event being handled."""
 
@@ -488,7 +500,7 @@ class State:
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
     idle_since_us: int = 0  # since when there is no request; 0: there is one
     reuse: Reuse = field(default_factory=Reuse)
-    sessions: SessionEvents = field(default_factory=SessionEvents)
+    sessions: SessionEvents = field(default_factory=NoSessions)
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor

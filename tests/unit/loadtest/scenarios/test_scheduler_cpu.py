@@ -15,7 +15,7 @@ from loadtest.scenarios.scheduler_cpu import Load, measured, world_of
 from loadtest.simulator.engine import Machine
 from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
 from loadtest.simulator.world import Setup, World
-from services.scheduler import admission, load_shedding, preemption
+from services.scheduler import admission, headroom, load_shedding, preemption
 from services.scheduler.reports.event_log import digest_of
 from services.scheduler.state import policies, requests
 from services.scheduler.state.requests import Event, Send
@@ -94,7 +94,7 @@ def slow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(admission, "_blocking_state", slow_blocking_state)
     patch.setattr(admission, "_least_short", slow_least_short)
     patch.setattr(preemption, "victims_by", lambda state, group: (True, preemption_comes(state, group)))
-    patch.setattr(preemption, "headroom_bound", lambda state, executor, *joining: executor.pool.blocks * 99)
+    patch.setattr(headroom, "headroom_bound", lambda state, executor, *joining: executor.pool.blocks * 99)
 
 
 def preemption_comes(state: State, group: SequenceGroup) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from support.actor_fleet import INTERVAL_US, Fleet, Recorder, watched_fleet
@@ -11,8 +13,9 @@ from support.actor_fleet import INTERVAL_US, Fleet, Recorder, watched_fleet
 from services.gateway import native_call as fleet_module
 from services.gateway.native_call import KEPT_US
 from services.gateway.native_call import Fleet as GatewayFleet
-from shared import codec
+from shared import bodies, codec
 from shared.codec import Envelope
+from shared.errors import Unavailable
 from shared.messages import Heartbeat
 from shared.nats import subjects
 from shared.nats.interface import Delivery
@@ -41,6 +44,65 @@ async def fleet() -> AsyncIterator[Fleet]:
 async def collector(fleet: Fleet) -> GatewayFleet:
     gateway = await fleet.started(Recorder("gateway"), "g")
     return GatewayFleet(gateway.mailbox, lambda: (MetricPoint("own", 1, "1"),))
+
+
+async def answering(fleet: Fleet, name: str, *states: str) -> list[bytes]:
+    """A scheduler that has these states of a session, one an answer; the bodies that it was sent."""
+    box = (await fleet.started(Recorder("scheduler"), name)).mailbox
+    left, sent = [*states], list[bytes]()
+
+    def answer(asked: Delivery) -> None:
+        sent.append(asked.data)
+        if left and (state := left.pop(0)) != "silent":
+            body = {"scheduler": name, "state": state, "tokens": 0, "device": 0, "l1": 0, "l2": 0}
+            refused = {"error": {"code": 400, "message": "`do`: …"}}
+            box.bus.publish(asked.reply, bodies.encode(refused if state == "refused" else body))
+
+    await box.bus.subscribe(subjects.SESSION_ALL, answer)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "last"),
+    [
+        ("unknown", "idle", "idle"),
+        ("idle", "unknown", "idle"),
+        ("unknown", "unknown", "unknown"),
+        ("refused", "silent", "refused"),
+        ("idle", "silent", "idle"),
+    ],
+)
+async def test_a_verb_has_the_answer_of_the_scheduler_with_the_session(
+    fleet: Fleet, one: str, other: str, last: str
+) -> None:
+    sent = [*await answering(fleet, "s1", one), await answering(fleet, "s2", other)]
+    gateway = await collector(fleet)
+    found = await asked(gateway)
+    assert found[-1].get("state", "refused") == last
+    assert json.loads(sent[-1][0]) == {"do": "state"}
+
+
+async def asked(gateway: GatewayFleet) -> list[dict[str, Any]]:
+    subject = subjects.session("acme", "run 1")
+    return await gateway.ask_schedulers(
+        subject, "acme", bodies.SessionState, {"do": "state"}, enough=lambda body: body["state"] != "unknown"
+    )
+
+
+async def test_a_verb_fails_where_a_scheduler_that_may_have_the_session_is_silent(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "SERVICES_S", 0.05)
+    await answering(fleet, "s1", "unknown", "unknown")
+    await answering(fleet, "s2", "silent")
+    gateway = await collector(fleet)
+    with pytest.raises(Unavailable, match=r"scheduler\.s2 does not answer: see `headrace status`"):
+        await asked(gateway)
+
+
+async def test_a_verb_without_any_scheduler_fails(fleet: Fleet) -> None:
+    with pytest.raises(Unavailable, match="no scheduler runs: see `headrace status`"):
+        await asked(await collector(fleet))
 
 
 def lines(metrics: Metrics, *wanted: str) -> list[str]:

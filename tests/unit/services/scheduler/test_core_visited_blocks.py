@@ -161,7 +161,7 @@ def _counted(pool: BlockPool) -> None:
 
 
 def _judged(pool: BlockPool) -> None:
-    turn = pool.judge(8)
+    turn = pool.judge()
     for _ in range(32):
         pool.give_up(next(turn))
 
@@ -180,12 +180,11 @@ def test_pool_visits_few_blocks_at_any_size(
 def test_judgement_goes_round_and_keeps_the_oldest_first_for_a_copy() -> None:
     pool = pool_of(40)
     oldest = list(pool.dirty)
-    turn = pool.judge(2)
-    assert [next(turn) for _ in range(4)] == oldest[:4]  # nothing is judged in the round yet
-    turn = pool.judge(2)
-    assert list(turn) == [*oldest[:2], *oldest[4:]]
+    turn = pool.judge()
+    assert [next(turn) for _ in range(4)] == oldest[:4]
     assert list(pool.dirty) == oldest
-    assert list(pool.judge(2)) == oldest  # the next round
+    assert list(pool.judge()) == oldest[4:]
+    assert list(pool.judge()) == list(pool.dirty) == oldest  # the next round
     pool.check()
 
 

@@ -98,6 +98,25 @@ def test_stored_blocks_are_restored() -> None:
     assert world.scheduler.state.counters.l1_hit_blocks == 5
 
 
+def test_blocks_that_lie_on_the_device_and_below_by_turns_are_all_used() -> None:
+    world = fresh()
+    world.ask("first", PROMPT, 2)
+    world.run()
+    world.tick(store.IDLE_US)
+    world.run()
+    pool, keys = only(world).pool, list(world.tier.l1)
+    keys.sort(key=lambda key: pool.owner_of[pool.block_of[key]][1])
+    for key in (keys[1], keys[3]):
+        pool.forget(pool.block_of[key])
+    for key in (keys[0], keys[2], keys[4]):
+        world.tier.forget(key)
+    world.ask("second", PROMPT, 2)
+    world.run()
+    world.assert_answers("second")
+    assert cached_tokens(world, "second") == 20
+    assert world.scheduler.state.counters.l1_hit_blocks == 2
+
+
 def test_blocks_come_from_the_remote_tier_through_the_first() -> None:
     world = stored(FakeTier(capacity=64, l2_us=3_000))
     for key in list(world.tier.l1):

@@ -7,8 +7,13 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler.kv_tiers import lookups
+from services.scheduler.lifecycle import new_sequence
+from services.scheduler.state.requests import Request
 from services.scheduler.state.reuse import Reused
-from shared.messages import KvLookup
+from services.scheduler.state.transfers import LookupResult
+from services.scheduler.state.waiting_queue import SequenceGroup
+from shared.kv_blocks import extend, root_key
+from shared.messages import KvLookup, ints
 
 PAGE = 4
 FACTS = {"blocks": 128, "max_context": 256, "block_tokens": 4}
@@ -84,3 +89,67 @@ def test_answer_that_comes_after_the_wait_counts_what_is_still_unknown_as_found(
     assert world.scheduler.state.reuse.tenants["public"].found_tokens == 60
     world.tier.thaw(world.now_us)
     world.finish()
+
+
+def on_device_and_in_l1(prompt: list[int]) -> World:
+    """All blocks of the prompt are on the device and in L1."""
+    world = World()
+    world.add_engine("e1", **FACTS)
+    world.add_tier(FakeTier(capacity=128))
+    for number in range(2):
+        world.ask(f"first{number}", prompt, 2)
+        world.run()
+    for _ in range(60):
+        world.tick(200_000)
+        world.run()
+    pool = world.scheduler.state.executors["e1"].pool
+    assert (pool.dirty_blocks, len(pool.clean)) == (0, 20)
+    return world
+
+
+def test_load_goes_on_after_the_blocks_that_only_the_device_has() -> None:
+    """The device has evicted the head of a prompt and its end, and L1 the middle."""
+    prompt = [number % 900 + 3 for number in range(80)]
+    world = on_device_and_in_l1(prompt)
+    pool = world.scheduler.state.executors["e1"].pool
+    keys = [pool.key_of[block] for block in range(128) if pool.key_of[block] is not None]
+    chain: list[bytes] = []
+    extend(chain, root_key("f", "public"), ints(prompt), 4, 80)
+    assert set(chain) == set(keys)
+    for key in chain[:5] + chain[12:]:
+        pool.forget(pool.block_of[key])
+    for key in chain[5:12]:
+        world.tier.forget(key)
+    world.run()
+    world.ask("second", prompt, 2)
+    world.run()
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    assert closed.usage.cached_tokens == 76  # all but the last block, which holds the last token
+    assert world.scheduler.state.counters.loads == 2
+    world.finish()
+
+
+def test_lookup_with_a_hole_is_repeated_after_a_store() -> None:
+    """The device had those blocks then: it may have stored and evicted them since."""
+    world = on_device_and_in_l1([number % 900 + 3 for number in range(80)])
+    state = world.scheduler.state
+    executor, (tier,) = state.executors["e1"], state.tiers.by_host.values()
+    request = next(iter(world.asked.values()))
+    world.check_every = 0
+    for resumes, found, is_old in (
+        (False, (1, 1, 0, 0), False),
+        (False, (0, 0, 1, 1), True),
+        (False, (1, 0, 1, 0), True),
+        (True, (1, 1, 0, 0), True),
+        (True, (1, 1, 1, 1), False),
+    ):
+        asked = Request(request, "", "t", arrival_us=state.now_us, deadline_us=10**12)
+        sequence = new_sequence(state, asked, 0)
+        sequence.tokens = ints([9] * 20)
+        group = SequenceGroup(asked, [sequence], sequence.seq, resumes=resumes)
+        target = (tier.actor, executor.hello.fingerprint)
+        group.lookup_results[target] = LookupResult(state.now_us, found, state.now_us, stores=tier.stores - 1)
+        assert lookups._is_old(state, executor, tier, group, lookups.STALE_US) == is_old
+        group.lookup_results[target].stores = tier.stores
+        assert not lookups._is_old(state, executor, tier, group, lookups.STALE_US)

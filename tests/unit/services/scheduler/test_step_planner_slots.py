@@ -103,7 +103,7 @@ def test_a_step_has_a_row_for_each_of_1024_slots_and_its_messages_fit() -> None:
 def test_a_step_full_of_decodes_takes_a_quarter_of_step_tokens_of_prompts(
     slots: int, decodes: int, tokens: int
 ) -> None:
-    """Of 64: what the decodes leave, or a quarter."""
+    """Steps have 64 tokens: what the decodes leave, or a quarter."""
     world = World(Limits(overlap="single", step_tokens=64), now_us=1_000)
     world.add_engine(blocks=1_000, slots=slots, max_step_tokens=200, max_context=300)
     for number in range(decodes):

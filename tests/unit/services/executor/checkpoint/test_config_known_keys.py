@@ -96,6 +96,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48, "norm_topk_prob": True, "num_experts": 8, "rms_norm_eps": 1e-6,
         "rope_scaling": None, "rope_theta": 1000000.0,
     },
+    "gemma-3-1b-it": {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "attention_bias": False,
+        "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None,
+        "head_dim": 16, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 2,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": True,
+        "experts_per_token": 4, "head_dim": 16, "initial_context_length": 4096, "num_local_experts": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "num_experts_per_tok": 4,
+        "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128,
+        "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 1.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+    },
+    "granite-3.3-2b-instruct": {
+        "model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_bias": False,
+        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+        "mlp_bias": False, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "rope_theta": 10000000.0,
+    },
 }  # fmt: skip
 
 
@@ -139,6 +164,24 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
             assert shapes.options.windows == tuple(window * ("sliding" in each) for each in kinds)
         else:
             assert shapes.sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "reason"),
+    [
+        ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma-3-1b-it", {"hidden_activation": "gelu"}, "activation 'gelu'"),
+        ("gemma-3-1b-it", {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "without a"),
+        ("gpt-oss-20b", {"swiglu_limit": 5.0}, r"swiglu_limit = 5\.0"),
+        ("gpt-oss-20b", {"layer_types": ["sliding_attention", "chunked_attention"]}, "chunked_attention"),
+        ("granite-3.3-2b-instruct", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
+    ],
+)
+def test_an_option_that_is_not_computed_refuses_a_config(
+    model: str, change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(SetupError, match=rf"{reason}.*not supported"):
+        from_hf({**SIZES, **SAVED, **PUBLISHED[model], **change})
 
 
 # Keys of models that are computed otherwise; and a key without a meaning.

@@ -15,7 +15,7 @@ from services.executor.build import engine_builder
 from services.executor.checkpoint import kv_cache
 from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.kv_cache import allocate, block_bytes, fitting_blocks, gpu_blocks
-from services.executor.checkpoint.loader import TorchOptions
+from services.executor.checkpoint.loader import TorchOptions, beside_bytes
 from services.executor.cpu.engine import build
 from shared.config import load
 from shared.errors import SetupError
@@ -92,6 +92,19 @@ def test_l1_size_or_a_second_executor_brings_l1_back(
 ) -> None:
     flags = {"model": str(save_tiny("llama", tmp_path)), "device": "cpu", "slots": 2, "max_context": 64}
     assert engine_builder(load(flags={**flags, **more}).settings)().info.only_tier is alone
+
+
+def test_memory_beside_kv_grows_with_slots_and_steps(tmp_path: Path) -> None:
+    shapes, context = read_shapes(save_tiny("llama", tmp_path)), 1_024
+
+    def needed(**fields: int) -> int:
+        options = TorchOptions(model_path=tmp_path, model_name="m", max_step_tokens=2_048, **fields)
+        return beside_bytes(shapes, options, context)
+
+    usual, table = needed(slots=256), context // TOKENS
+    assert needed(slots=1_024) - usual == 768 * (22 * shapes.vocab + 4 * table)
+    assert needed(slots=256, max_drafts=7) - usual == 257 * 4 * context
+    assert usual > 512 * MIB, "graphs take some, too"
 
 
 @pytest.fixture

@@ -186,7 +186,12 @@ def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
         yield pending.logits
 
 
-OF_TWO = (*KINDS, "llama-bias", *(f"{kind}/fp8" for kind in (*DENSE, "qwen3-moe")))
+# Sinks, biases of experts, rows of norms by head, parallel branches, shared experts, sums before a norm.
+OPTIONED = ("gemma2", "gpt-oss", "cohere", "stablelm-parallel", "glm4-moe")
+OF_TWO = (
+    *(*KINDS, "llama-bias", *OPTIONED),
+    *(f"{kind}/fp8" for kind in (*DENSE, "qwen3-moe", "gemma2", "cohere", "gpt-oss")),
+)
 # What four ranks cut otherwise than two: heads that do not divide, KV heads and their biases that two ranks
 # or all of them hold, five experts, layers with and without experts.
 OF_FOUR = (
@@ -199,7 +204,7 @@ OF_FOUR = (
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
     """A folder of models, and what one rank computes with them."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in (*KINDS, "llama-bias"):
+    for kind in (*KINDS, "llama-bias", *OPTIONED):
         save_tiny(kind, folder / kind)
     return folder, all_logits(SOLO, folder, OF_TWO)
 
@@ -219,3 +224,9 @@ def test_ranks_give_the_logits_of_one(size: int, kinds: tuple[str, ...], alone: 
             for kind in wanted
             for mine, theirs in zip(found[kind], answers[0][kind], strict=True)
         )  # bit for bit: every rank may choose tokens from them
+
+
+def test_a_family_that_norms_all_heads_at_once_has_one_rank(tmp_path: Path) -> None:
+    folder = save_tiny("olmo2", tmp_path)
+    with pytest.raises(SetupError, match="olmo2 norms all heads at once: use one rank, or pipeline stages"):
+        load_hf(folder, torch.float32, CPU, functools.partial(partition, rank=0, size=2))

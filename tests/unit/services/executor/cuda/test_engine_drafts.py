@@ -72,7 +72,8 @@ class Device:
     def drafts_of(self, rows: int, wanted: int) -> int:
         return min(count for count in DRAFTS if count >= wanted)
 
-    def queue(self, step: ArrangedStep, updates: tuple[Words, Words]) -> None:
+    def queue(self, step: ArrangedStep, updates: tuple[Words, Words], *, adapted: bool) -> None:
+        assert not adapted
         places, values = updates
         self._slots.words[torch.from_numpy(places).long().to(ON)] = torch.from_numpy(values).to(ON)
         room = step.samples.shape[1] + 3

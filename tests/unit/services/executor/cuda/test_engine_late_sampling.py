@@ -72,7 +72,8 @@ class Device:
         self._slots, self._step = slots, torch.empty(3, 0)
         self.unsampled = 0
 
-    def queue(self, step: ArrangedStep, updates: tuple[Words, Words]) -> None:
+    def queue(self, step: ArrangedStep, updates: tuple[Words, Words], *, adapted: bool) -> None:
+        assert not adapted
         assert not self.unsampled, "a forward overwrites what the step before it still has to sample"
         places, values = updates
         self._slots.words[torch.from_numpy(places).long().to(ON)] = torch.from_numpy(values).to(ON)

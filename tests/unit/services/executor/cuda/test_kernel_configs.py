@@ -61,7 +61,7 @@ def test_choices_name_the_kernels_of_an_engine_with_nothing_faster(monkeypatch: 
     ],
     ids=str,
 )
-def test_choices_say_why_the_faster_kernel_of_prompts_does_not_run(
+def test_choices_give_the_reason_why_a_faster_kernel_does_not_run(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], release: str, why: str
 ) -> None:
     monkeypatch.setattr(triton, "__version__", release)

@@ -4,6 +4,7 @@ What kernels compute is tested with them; that they agree with each other, on a 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.moe import gpu as moe
 from kernels.quantised.gpu import Int4Weight
 from services.executor.checkpoint.loader import TorchOptions, load
+from services.executor.checkpoint.stored import Dense
 from services.executor.cuda import model as cuda_model
 from services.executor.model.description import ExpertShapes, Gate, Norm, Part, Weight, describe
 from services.executor.quantised import dtypes
@@ -172,6 +174,25 @@ def test_weights_in_4_bits_have_their_own_product(
             assert len([*model.tensors()]) == 3 + of_layers
     assert found[0].equal(found[1])
     assert torch_for.names.count("int4") == 4 * 3
+
+
+def test_kernels_of_all_shapes_in_4_bits_are_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape that waited for another one would break the barrier."""
+    at_once, built = threading.Barrier(2), list[tuple[int, ...]]()
+
+    def prepare(matrix: int4_groups.Int4Groups, experts: int) -> None:
+        at_once.wait(60)
+        built.append(tuple(matrix.shape))
+
+    monkeypatch.setattr(cuda_model.int4, "prepare", prepare)
+
+    def stored(rows: int) -> checkpoint_int4.ScaledInt4:
+        matrix = int4_groups.quantise_groups(torch.randn(rows, 32), 32)
+        return checkpoint_int4.ScaledInt4(matrix, torch.bfloat16)
+
+    norm = Dense.of(torch.ones(32))
+    cuda_model.build_kernels([{"norm": norm, "out": stored(8), "down": stored(16)} for _ in range(3)])
+    assert sorted(built) == [(8, 32), (16, 32)]
 
 
 def test_unsupported_shape_of_the_4_bit_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

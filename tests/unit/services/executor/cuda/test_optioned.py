@@ -83,8 +83,7 @@ def test_operations_compute_what_transformers_does(
     tiles: Any = object()
     step = cuda_model.ForwardStep(resolved, torch.arange(TOKENS, dtype=torch.int32), None, tiles)
     with torch.inference_mode():
-        model = optioned.model_of(load(options), {0: work}, tuning, TOKENS)
-        assert isinstance(model, optioned.OptionedModel)
+        model = cuda_model.CudaModel(load(options), {0: work}, tuning, TOKENS)
         found = model.logits(model.hidden(step), torch.arange(TOKENS)).double().log_softmax(-1)
     wanted = reference_logprobs(kind, tokens)
     assert (wanted.exp() * (wanted - found)).sum(-1).max() < 1e-6
@@ -97,7 +96,7 @@ def test_a_model_without_options_keeps_its_own_pass(tmp_path: Path, monkeypatch:
         loaded = load(TorchOptions(model_path=folder, model_name="m", device="cpu", blocks=16, slots=1))
         assert loaded.shapes.sliding_window == window
         tuning: Any = None
-        assert type(optioned.model_of(loaded, {}, tuning, 1)) is cuda_model.CudaModel
+        assert cuda_model.CudaModel(loaded, {}, tuning, 1)._optioned is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
+import tempfile
 from typing import Any
 
 import pytest
@@ -64,3 +67,25 @@ def test_failed_pinning_leaves_no_part_pinned(view: torch.Tensor) -> None:
 
 def test_a_slice_is_a_few_milliseconds_of_the_driver() -> None:
     assert copiers.PIN_BYTES * 0.3 / 2**30 < 0.003  # at 0.3 s a GiB
+
+
+def test_pages_are_there_before_the_driver_pins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mincore` counts pages of shared memory that some process has."""
+    size = 64 * mmap.PAGESIZE
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        pages = mmap.mmap(file.fileno(), size)
+        arena = torch.frombuffer(pages, dtype=torch.uint8)
+        found = (ctypes.c_ubyte * 64)()
+
+        class Driver:
+            def pin(self, address: int, size_bytes: int) -> int:
+                ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), found)
+                return 0
+
+        monkeypatch.setattr(copiers, "PIN_BYTES", size)
+        driver: Any = Driver()
+        assert copiers._pin(arena, driver, lambda took_s: True)
+        del arena
+        pages.close()
+    assert [each & 1 for each in found] == [1] * 64

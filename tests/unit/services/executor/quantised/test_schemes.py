@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 from support.executor.fp8_folders import BLOCK, KINDS, TOKEN, compressed, save_fp8
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kernels.quantised import quantise_rows
 from services.executor.checkpoint.stored import Cut, Dense
@@ -181,3 +184,37 @@ def test_sizes_that_the_product_cannot_take_stay_plain() -> None:
     found = part_in_fp8(Part("gate", (16, 32), WIDTH), Dense.of(torch.zeros(16, 32)), torch.float32, CPU)
     assert isinstance(found, ScaledFp8)
     assert found.values.equal(torch.zeros(16, 32))
+
+
+def test_experts_of_gpt_oss_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=3, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = transformers.GptOssForCausalLM(config).float()
+    state, plain = dict(model.state_dict()), tmp_path / "plain"
+    for name, rows, groups in (("gate_up_proj", 192, 2), ("down_proj", 64, 3)):
+        at = f"model.layers.0.mlp.experts.{name}"
+        blocks = torch.randint(0, 256, (3, rows, groups, 16), dtype=torch.uint8)
+        scales = torch.randint(100, 130, (3, rows, groups), dtype=torch.uint8)
+        widened = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+        model.load_state_dict({at: widened}, strict=False)
+        del state[at]
+        state |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
+    model.save_pretrained(plain)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    save_file(state, packed / "model.safetensors")
+    given = json.loads((plain / "config.json").read_text())
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (packed / "config.json").write_text(json.dumps({**given, "quantization_config": method}))
+    found, wanted = (
+        load_hf(folder, torch.float32, torch.device("cpu"))[1].layers[0] for folder in (packed, plain)
+    )
+    assert found.keys() == wanted.keys()
+    assert all(found[name].values.equal(wanted[name].values) for name in found)
+    del state["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(state, packed / "model.safetensors")
+    with pytest.raises(SetupError, match=r"experts\.down_proj_scales' is missing"):
+        load_hf(packed, torch.float32, torch.device("cpu"))

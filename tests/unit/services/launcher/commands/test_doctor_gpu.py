@@ -1,4 +1,4 @@
-"""What `headrace doctor` says about the GPUs of an executor, with answers of torch for one H200."""
+"""What `headrace doctor` prints about the GPUs of an executor, with answers of torch for one H200."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "check_compiler", lambda: None)
 
 
-def told(folder: Path, **fields: object) -> list[tuple[str, str, str]]:
+def findings(folder: Path, **fields: object) -> list[tuple[str, str, str]]:
     (folder / "config.json").write_text(json.dumps(LLAMA))
     settings = Settings.model_validate({"model": str(folder), "backend": "dummy", **fields})
     loaded = Loaded(settings, {}, ())
@@ -60,7 +60,7 @@ def told(folder: Path, **fields: object) -> list[tuple[str, str, str]]:
 
 @pytest.mark.usefixtures("h200")
 def test_doctor_names_gpu_driver_memory_releases_and_kernels(tmp_path: Path) -> None:
-    assert told(tmp_path) == [
+    assert findings(tmp_path) == [
         ("ok", "GPU 0: NVIDIA H200 (9.0), 140 GiB, 100 GiB free, driver 580.159.04", ""),
         ("ok", "torch for CUDA 13.0, triton 3.7.1", ""),
         ("ok", "attention of prompts: Gluon, K and V by TMA", ""),
@@ -71,8 +71,8 @@ def test_doctor_names_gpu_driver_memory_releases_and_kernels(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("h200")
-def test_doctor_says_what_would_be_faster(tmp_path: Path) -> None:
-    slow = told(tmp_path, block_tokens=256, dtype="auto/fp8")[2]
+def test_doctor_names_what_would_be_faster(tmp_path: Path) -> None:
+    slow = findings(tmp_path, block_tokens=256, dtype="auto/fp8")[2]
     assert slow == (
         "warn",
         "attention of prompts: Triton, any GPU",
@@ -89,10 +89,10 @@ def test_doctor_fails_without_the_gpus_or_the_compiler(
         raise SetupError("install gcc")
 
     monkeypatch.setattr(engine, "check_compiler", missing)
-    assert told(tmp_path)[2] == ("fail", "compiler", "install gcc")
+    assert findings(tmp_path)[2:] == [("fail", "compiler", "install gcc")]
     too_few = "there are 1 GPUs, too few for rank 1: use fewer ranks"
-    assert told(tmp_path, device="cuda/tp2")[0] == ("fail", "GPU", too_few)
+    assert findings(tmp_path, device="cuda/tp2")[0] == ("fail", "GPU", too_few)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [level for level, *_ in told(tmp_path, device="cuda")] == ["fail"]
+    assert [level for level, *_ in findings(tmp_path, device="cuda")] == ["fail"]
     for fields in ({}, {"device": "cpu"}, {"backend": "sim"}):
-        assert told(tmp_path, **fields) == []
+        assert findings(tmp_path, **fields) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.reports import sessions, status
-from services.scheduler.state.state import Limits, SessionEvents, State
+from services.scheduler.state.state import Limits, NoSessions, State
 from shared import bodies
 from shared.messages import SessionAnswer, SessionVerb
 from shared.nats import subjects
@@ -113,7 +113,7 @@ def test_ids_of_256_characters_with_any_printable_one_have_their_subject() -> No
     assert core.verb({"do": "state"}, session)["state"] == "idle"
 
 
-class Listed(SessionEvents):
+class Listed(NoSessions):
     """Has one session of each of two tenants."""
 
     def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
@@ -145,7 +145,7 @@ def test_the_subject_of_a_list_names_its_tenant(subject: str, tenant: str | None
     assert sessions.tenant_of(subject) == tenant
 
 
-class Counting(SessionEvents):
+class Counting(NoSessions):
     """Has counted all that it may count."""
 
     def counted(self, state: State) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_sessions_are_metrics_and_a_count_in_the_status() -> None:
     }  # fmt: skip
 
 
-class Many(SessionEvents):
+class Many(NoSessions):
     """Has as many sessions as a scheduler may have, with long words."""
 
     def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:

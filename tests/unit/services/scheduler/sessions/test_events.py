@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
+from services.scheduler.core import Scheduler
+from services.scheduler.reports import event_log
 from services.scheduler.sessions import events
 from services.scheduler.sessions.events import LATE_US, Sessions
 from services.scheduler.sessions.pauses import USER
 from services.scheduler.sessions.table import SHARED_AT, Session
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import Arrived, BrokerBack
+from services.scheduler.state.requests import Arrived, BrokerBack, Event, Send
 from services.scheduler.state.state import Limits
 from shared.kv_blocks import extend, root_key
 from shared.messages import Cancel, KvForget, SessionAnswer, SessionVerb, ints
@@ -369,3 +371,28 @@ def test_any_requests_leave_keys_of_their_tokens_and_no_trace_of_sessions_that_a
             histories[of] = [*prompt, *(answers[0].tokens if answers else [])]
     world.finish()
     check_chains(world)
+
+
+def test_snapshot_with_sessions_goes_on_with_the_same_commands() -> None:
+    """A replay starts from a snapshot: all that a decision depends on is in it."""
+    world = fresh(FakeTier(capacity=32))
+    histories = [asked(world, f"r{number}", [number + 5] * 60, "shell", "read") for number in range(6)]
+    world.tick(40_000_000)
+    again = Scheduler(world.limits)
+    again.state = event_log.restore(event_log.snapshot(world.scheduler.state))
+    handle = world.scheduler.handle
+
+    def on_both(event: Event, now_us: int) -> list[Send]:
+        commands = handle(event, now_us)
+        assert again.handle(event, now_us) == commands
+        return commands
+
+    world.scheduler.handle = on_both  # type: ignore[method-assign]
+    for number, history in enumerate(histories):
+        asked(world, f"s{number}", [*history, *[9] * 20], "shell", session=ID if number == 3 else "")
+        world.tick(3_000_000)
+    verb_of = SessionVerb(tenant="public", session=ID, verb="release", tree=True)
+    world.handle(Arrived("client", verb_of))
+    world.tick(50_000)
+    assert event_log.state_hash(again.state) == event_log.state_hash(world.scheduler.state)
+    assert sessions_of(world).pauses.names["public", "shell", True].samples >= 5
