@@ -162,19 +162,55 @@ def _send_prefetch(
     deadline_us = min(max(compute_us or MOST_DEADLINE_US, LEAST_DEADLINE_US), MOST_DEADLINE_US)
     job = lookups.start_job(state, executor, offload, blocks, keys)
     job.up, job.valid, job.seq = True, valid, sequence.seq
-    job.due_us, job.lease_us = state.now_us + deadline_us + transfers.ANSWER_US, state.now_us + LEASE_US
     job.predicted_us, job.recompute_us = load_us, compute_us
     sequence.copies.load_job = job.number
+    _ask_for(state, executor, offload, job, deadline_us, sequence.request.trace)
+    return job
+
+
+def _ask_for(
+    state: State,
+    executor: Executor,
+    offload: transfers.Offload,
+    job: transfers.Job,
+    deadline_us: int,
+    trace: str,
+) -> None:
+    job.due_us, job.lease_us = state.now_us + deadline_us + transfers.ANSWER_US, state.now_us + LEASE_US
     message = KvPrefetch(
         job=job.number,
         owner=executor.source,
-        keys=b"".join(keys),
+        keys=b"".join(job.keys),
         deadline_us=deadline_us,
         lease_us=LEASE_US,
         fingerprint=executor.hello.fingerprint,
     )
-    state.send(offload.source, message, sequence.request.trace)
+    state.send(offload.source, message, trace)
+
+
+def begin_rise(state: State, executor: Executor, keys: list[bytes]) -> transfers.Job | None:
+    """Load blocks for a request that is expected, if there are as many empty or spent ones. None if not."""
+    offload, keys = state.tiers.below(executor.hello, state.now_us), keys[: lookups.MAX_KEYS]
+    if offload is None or rise_room(executor) < len(keys):
+        return None
+    blocks = executor.pool.try_allocate(len(keys)) or []
+    job = lookups.start_job(state, executor, offload, blocks, keys)
+    executor.pool.release(blocks, [], 0)  # the copy alone has them
+    job.up, job.valid = True, [executor.hello.block_tokens] * len(keys)
+    job.predicted_us = rise_us(state, executor, len(keys))
+    _ask_for(state, executor, offload, job, MOST_DEADLINE_US, "")
     return job
+
+
+def rise_room(executor: Executor) -> int:
+    """How many blocks may be loaded for a request that has not come: unreserved ones, empty or spent."""
+    return max(executor.pool.unreserved_blocks - executor.pool.cached_blocks, 0)
+
+
+def rise_us(state: State, executor: Executor, blocks: int) -> int:
+    """The predicted time to load so many blocks; 0 without a tier."""
+    offload = state.tiers.below(executor.hello, state.now_us)
+    return _load_us(executor, offload, blocks, 0, state.now_us) if offload is not None else 0
 
 
 def on_ready(state: State, source: str, message: KvReady) -> None:
@@ -193,7 +229,8 @@ def on_ready(state: State, source: str, message: KvReady) -> None:
     executor, sequence = lookups.executor_of(state, job), _sequence(state, job)
     offload.on_answered(0 if message.from_l2 else state.now_us - job.began_us)
     there = _usable(job, message)
-    if executor is None or sequence is None or not there or message.arena_generation != offload.generation:
+    wanted = sequence is not None or job.is_rise
+    if executor is None or not wanted or not there or message.arena_generation != offload.generation:
         lookups.finish(state, job)
         if sequence is not None:
             _end(state, job, sequence, "no tier has its blocks any more", came=False)
@@ -220,7 +257,7 @@ def on_ready(state: State, source: str, message: KvReady) -> None:
         offsets=longs(message.offsets[:there]),
         block_bytes=size,
     )
-    state.send(executor.source, copy, sequence.request.trace)
+    state.send(executor.source, copy, sequence.request.trace if sequence is not None else "")
 
 
 def _usable(job: transfers.Job, message: KvReady) -> int:
@@ -241,6 +278,9 @@ def end_copy(state: State, job: transfers.Job, executor: Executor, message: KvCo
             executor.up.forget()
         executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
         executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)
+    if ok and job.is_rise and lookups.offload_of(state, job) is not None:
+        for block, key in zip(job.blocks, job.keys, strict=True):
+            executor.pool.mark_clean(block, key, filled=True)
     lookups.finish(state, job)
     sequence = _sequence(state, job)
     if sequence is None:

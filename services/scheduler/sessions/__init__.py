@@ -4,6 +4,7 @@ events.py   the hooks that the scheduler calls: `SessionEvents` in ../state/stat
 table.py    the sessions, and their bounds
 match.py    which session a prompt continues
 pauses.py   how long sessions pause, and whether they return, learned by the tool that runs
+rise.py     blocks that come up before the next request
 verbs.py    what clients ask for a session
 report.py   what people see of sessions
 

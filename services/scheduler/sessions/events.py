@@ -17,7 +17,7 @@ from typing import Any
 
 from services.scheduler import prefix_cache
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
-from services.scheduler.sessions import report, verbs
+from services.scheduler.sessions import report, rise, verbs
 from services.scheduler.sessions.match import Prefixes
 from services.scheduler.sessions.pauses import LearnedPauses
 from services.scheduler.sessions.table import Outcomes, Session, Table
@@ -28,6 +28,7 @@ from shared.kv_blocks import KEY_BYTES
 from shared.messages import KvForget, KvTouch, SessionAnswer, SessionVerb
 
 LATE_US = 30_000_000  # a session that is idle for so long counts as one that does not return, until it does
+TOOL_LATE_US = 120_000_000  # likewise while a tool runs
 OVER_PM = 10  # a session that returns less likely than this has ended
 OVER_SEEN = 16  # outcomes of such pauses, before one of them ends a session
 MOST_OLD_TIPS = 2  # of the turn before the last one
@@ -47,6 +48,7 @@ class Sessions(SessionEvents):
     of_request: dict[tuple[str, str], Session] = field(default_factory=dict)
     parents: dict[tuple[str, str], str] = field(default_factory=dict)  # of requests that leave a chain
     young: OrderedDict[str, None] = field(default_factory=OrderedDict)  # idle and not late, oldest first
+    working: OrderedDict[str, None] = field(default_factory=OrderedDict)  # likewise, while a tool runs
     late: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the others, the next to look at first
     dead: deque[bytes] = field(default_factory=deque)  # keys to forget
     look_us: int = 0  # when late ones are looked at next
@@ -85,6 +87,7 @@ class Sessions(SessionEvents):
         """A request of a session has come: its pause is over."""
         paused_us = state.now_us - session.idle_since_us if session.turns else 0
         self._is_not_idle(session)
+        self._count_rise(state, session)
         if session.turns and not session.running and session.idle_since_us > self.cut_us:
             self.pauses.add(session.tenant, session.tool, paused_us, was_lost=session.is_late)
         self.table.wake(session)
@@ -101,6 +104,12 @@ class Sessions(SessionEvents):
             paused_us=paused_us,
             known_blocks=blocks,
         )
+
+    def _count_rise(self, state: State, session: Session) -> None:
+        """Blocks that came up for a session are used if it returns soon."""
+        if session.risen_blocks and state.now_us - session.risen_us > rise.UNUSED_US:
+            self.outcomes.wasted += session.risen_blocks
+        session.risen_blocks = 0
 
     def _begin(self, session: Session) -> Session:
         for over in self.table.add(session):
@@ -178,7 +187,7 @@ class Sessions(SessionEvents):
         session.tool = self.pauses.slowest(session.tenant, calls)
         session.idle_since_us = session.touched_us = state.now_us
         self.table.rest(session)
-        self.young[session.name] = None
+        (self.working if session.tool else self.young)[session.name] = None
         if request.tokenized.keep_us:
             verbs.keep(state, self.table, session, request.tokenized.keep_us)
 
@@ -213,6 +222,7 @@ class Sessions(SessionEvents):
 
     def _is_not_idle(self, session: Session) -> None:
         self.young.pop(session.name, None)
+        self.working.pop(session.name, None)
         self.late.pop(session.name, None)
 
     def _bury(self, session: Session, common: int) -> int:
@@ -229,19 +239,24 @@ class Sessions(SessionEvents):
     def on_event(self, state: State) -> None:
         if self.dead:
             self._forget(state)
-        while self.young:
-            session = self.table.by_name[next(iter(self.young))]
-            if state.now_us - session.idle_since_us < LATE_US:
-                break
-            del self.young[session.name]
-            self.late[session.name] = None
-            session.is_late = True
-            if session.idle_since_us > self.cut_us:
-                self.pauses.lose(session.tenant, session.tool)
+        for idle, late_us in (self.young, LATE_US), (self.working, TOOL_LATE_US):
+            while idle:
+                session = self.table.by_name[next(iter(idle))]
+                if state.now_us - session.idle_since_us < late_us:
+                    break
+                del idle[session.name]
+                self._lose(session)
         if self.late and state.now_us >= self.look_us:
             self.look_us = state.now_us + LOOK_US
             for _ in range(min(LOOKED_AT, len(self.late))):
                 self._look_at(state, self.table.by_name[self.late.popitem(last=False)[0]])
+
+    def _lose(self, session: Session) -> None:
+        """It has not returned so far."""
+        self.late[session.name] = None
+        session.is_late = True
+        if session.idle_since_us > self.cut_us:
+            self.pauses.lose(session.tenant, session.tool)
 
     def _look_at(self, state: State, session: Session) -> None:
         """End a late session that hardly ever returns; keep the blocks of one that does warm in L1."""
@@ -307,6 +322,12 @@ class Sessions(SessionEvents):
             kept = verbs.keep(state, self.table, session, verb.keep_us)
             will, why = ("keep", "") if kept else ("nothing", verbs.OVER_SHARE)
             return replace(answer, will=will, why=why, kept_us=max(session.kept_until_us - state.now_us, 0))
+        if verb.verb == "prefetch":
+            blocks, why = rise.prefetch(state, report.places(state, session)[0], session)
+            self.outcomes.prefetched += blocks
+            if blocks:
+                session.risen_blocks, session.risen_us = blocks, state.now_us
+            return replace(answer, will="nothing" if why else "prefetch", why=why)
         if verb.verb == "release":
             for each in verbs.tree(self.table, session) if verb.tree else [session]:
                 self.outcomes.released += 1
@@ -314,11 +335,15 @@ class Sessions(SessionEvents):
             return replace(answer, will="release")
         return answer
 
-    def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
-        return report.rows(state, self.table, self.pauses, tenant)
+    def rows(self, state: State, tenant: str, most: int) -> list[SessionAnswer]:
+        found = report.proven(self.table, tenant)[:most]
+        return [report.row(state, self.pauses, session) for session in found]
 
-    def summary(self, state: State) -> dict[str, Any]:
-        return report.summary(state, self.table, self.pauses, self.outcomes)
+    def count(self, tenant: str) -> int:
+        return len(report.proven(self.table, tenant))
+
+    def counted(self, state: State) -> dict[str, Any]:
+        return report.counted(state, self.table, self.pauses, self.outcomes)
 
     def needs_ticks(self) -> bool:
         return bool(self.dead)

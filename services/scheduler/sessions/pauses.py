@@ -22,7 +22,7 @@ BUCKETS = 23  # powers of two of a millisecond: up to 1 ms, 2 ms, … about an h
 HALVED_AT = 256  # samples: then all counts are halved, so that the last ones weigh more
 ENOUGH = 8  # pauses or outcomes of a name, from which a wider name is not asked
 PRIOR_WEIGHT = 4  # outcomes that the prior counts as
-TOOL_RETURNS_PM, USER_RETURNS_PM = 950, 300
+TOOL_RETURNS_PM, USER_RETURNS_PM = 990, 300
 # of a prior of 1,000 pauses, how many end by 2^n ms; tools: 86 % within 1 s, 95 % within 10 s
 TOOL_ENDS_PM = (50, 100, 160, 230, 310, 390, 480, 570, 660, 760, 860, 890, 920, 945, 960, 975, 985, 992, 996)
 USER_ENDS_PM = (0, 0, 0, 0, 0, 0, 0, 0, 0, 10, 30, 70, 130, 220, 340, 480, 620, 740, 840, 910, 950, 980)
@@ -44,7 +44,7 @@ def bucket_of(pause_us: int) -> int:
 
 @dataclass(slots=True)
 class Pauses:
-    """Of one name: pauses that have ended, by bucket, and how many have not."""
+    """One name: pauses that have ended, by bucket, and how many have not."""
 
     counts: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     samples: int = 0  # the sum of the counts
@@ -124,7 +124,7 @@ class LearnedPauses:
         return 1_000 << BUCKETS
 
     def slowest(self, tenant: str, calls: tuple[str, ...]) -> str:
-        """Of several tools that run, the one that usually ends last."""
+        """The one of several running tools that usually ends last."""
         return max(calls, key=lambda tool: (self.quantile_us(tenant, tool, 500), tool), default=USER)
 
     def _counted(self, tenant: str, tool: str) -> list[Pauses]:

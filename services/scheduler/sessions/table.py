@@ -8,7 +8,8 @@ block, and goes first when the table is full. An id of the client, a call in an 
 extends an earlier one proves it.
 
 Sessions share prefixes. `shares` counts, for each SHARED_AT-th key, the sessions that have it: a block is one
-session's own if the counted key at or before it is.
+session's own if the counted key at or before it is. A key that another session had is shared, too: else a
+system prompt would end with each session that has it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MOST_SESSIONS = 4_096
 MOST_OF_TENANT = 1_024  # or an equal part of MOST_SESSIONS, if that is more
 MOST_KEY_BYTES = 128 << 20
 SHARED_AT = 16  # blocks: every so many keys one is counted
+MOST_SEEN = 65_536  # keys of sessions that are over: a later one shares them
 SPAN_BLOCKS = 64  # tips are looked up by the last border of a span before them
 MOST_TIPS = 4  # of a session: of its last two turns, each with and without the answer
 
@@ -61,6 +63,8 @@ class Session:
     is_late: bool = False  # it was counted among those that do not return
     is_final: bool = False  # it ends with the request that runs
     touched_us: int = 0  # when its blocks in L1 were last moved to the warm end
+    risen_blocks: int = 0  # that came up before a request of it
+    risen_us: int = 0  # when
     had_blocks: int = 0  # that the device had of its last prompt
 
     @property
@@ -126,6 +130,7 @@ class Table:
     tenants: dict[str, TenantSessions] = field(default_factory=dict)
     tips: dict[Keyed, Tips] = field(default_factory=dict)
     shares: dict[bytes, int] = field(default_factory=dict)
+    seen: dict[bytes, None] = field(default_factory=dict)  # counted keys that a session had, oldest first
     key_bytes: int = 0
 
     def add(self, session: Session) -> list[Session]:
@@ -195,24 +200,35 @@ class Table:
             old, new = before[at - KEY_BYTES : at], keys[at - KEY_BYTES : at]
             if old == new:
                 continue
-            if len(old) == KEY_BYTES and (count := self.shares.pop(old) - 1):
-                self.shares[old] = count
+            if len(old) == KEY_BYTES:
+                self._unshare(old)
             if len(new) == KEY_BYTES:
                 self.shares[new] = self.shares.get(new, 0) + 1
 
+    def _unshare(self, key: bytes) -> None:
+        """One session less has this counted key."""
+        if count := self.shares.pop(key) - 1:
+            self.shares[key] = count
+        self.seen.pop(key, None)
+        self.seen[key] = None
+        if len(self.seen) > MOST_SEEN:
+            del self.seen[next(iter(self.seen))]
+
     def own_from(self, session: Session) -> int:
-        """Its blocks from this one on are in no other session."""
+        """Its blocks from this one on are in no other session, and were in none."""
         low, high = 0, session.blocks // SHARED_AT  # counted keys that others have, too: a prefix of them
         while low < high:
             middle = (low + high) // 2
-            shared = self.shares[session.key((middle + 1) * SHARED_AT - 1)] > 1
+            key = session.key((middle + 1) * SHARED_AT - 1)
+            shared = self.shares[key] > 1 or key in self.seen
             low, high = (middle + 1, high) if shared else (low, middle)
         return (low + 1) * SHARED_AT - 1 if low < session.blocks // SHARED_AT else session.blocks
 
     def set_tips(self, session: Session, tips: list[Tip]) -> None:
         """A prompt that continues one of these continues the session."""
-        if session.tips:
-            index = self.tips[session.keyed]
+        if (
+            session.tips and (index := self.tips.get(session.keyed)) is not None
+        ):  # a later session may have all
             for tip in session.tips:
                 self._unindex(index, tip, session.name)
             if not index.sessions:

@@ -41,10 +41,11 @@ class BlockPool:
              policy judges them in rounds, a part at each call (`judge`): those of this round are `_judged`.
     cached   It has a key and can be evicted. It is *clean* if a tier has a copy, too.
 
-    Empty and cached blocks are *free*. Empty ones are given out first, then the least recently released
-    cached one, and its key is forgotten. The last block of a table is evicted first: a block is of no use
-    without those before it. A key names the tokens of a full block and all before it (shared/kv_blocks.py),
-    or those of a partial block at the end of a preempted sequence (`valid_tokens`).
+    Empty and cached blocks are *free*. Empty ones are given out first, then cached ones: the *spent* ones,
+    not worth a copy, then the least recently released; their keys are forgotten. The last block of a table is
+    evicted first: a block is of no use without those before it. A key names the tokens of a full block and
+    all before it (shared/kv_blocks.py), or those of a partial block at the end of a preempted sequence
+    (`valid_tokens`).
 
     A reservation is a number of free blocks that a sequence will need. `allocate` takes from a reservation
     and never fails; `try_allocate` leaves reserved blocks alone. A reservation names no block: each cached
@@ -73,6 +74,9 @@ class BlockPool:
     lost: dict[bytes, None] = field(init=False, default_factory=dict)  # evicted without a copy, oldest first
     _empty: list[int] = field(init=False)  # a stack
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
+    _spent: OrderedDict[int, None] = field(
+        init=False, default_factory=OrderedDict
+    )  # cached: before all others
     _dirty: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # oldest release first
     _judged: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # dirty, and older
     _copying: dict[int, None] = field(init=False, default_factory=dict)
@@ -95,20 +99,21 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be given out now: empty and cached ones."""
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + len(self._cached) + len(self._spent)
 
     @property
     def room(self) -> tuple[int, int, int]:
         """Free blocks, how many of them are reserved, and free slots."""
-        return len(self._empty) + len(self._cached), self.reserved, len(self.free_slots)
+        return len(self._empty) + len(self._cached) + len(self._spent), self.reserved, len(self.free_slots)
 
     @property
     def unreserved_blocks(self) -> int:
         """Free blocks that are not reserved."""
-        return len(self._empty) + len(self._cached) - self.reserved
+        return len(self._empty) + len(self._cached) + len(self._spent) - self.reserved
 
     @property
     def cached_blocks(self) -> int:
+        """Without spent ones: what is free beyond these is of hardly any use to others."""
         return len(self._cached)
 
     @property
@@ -174,7 +179,8 @@ class BlockPool:
 
     def free_taken_by(self, blocks: Sequence[int]) -> int:
         """How many free blocks `adopt` would take."""
-        return sum(block in self._cached for block in blocks)
+        cached, spent = self._cached, self._spent
+        return sum(block in cached or block in spent for block in blocks)
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """One more table has these blocks. Raises KeyError for an empty one."""
@@ -183,7 +189,7 @@ class BlockPool:
             if not refs[block]:
                 fence = self._fences.get(self._last_step[block], {})
                 self.copied_blocks -= block in self.copies
-                for state in (fence, self._cached, self._dirty, self._judged, self._copying):
+                for state in (fence, self._cached, self._dirty, self._judged, self._spent, self._copying):
                     if block in state:
                         del state[block]
                         break
@@ -312,7 +318,7 @@ class BlockPool:
             self.copied_blocks += not self.refs[block] and block not in self.copies
             self.copies[block] = self.copies.get(block, 0) + 1
             self._stable.pop(block, None)
-            for state in (self._dirty, self._judged, self._cached):
+            for state in (self._dirty, self._judged, self._cached, self._spent):
                 if block in state:
                     del state[block]
                     self._copying[block] = None
@@ -328,8 +334,11 @@ class BlockPool:
                     del self._copying[block]
                     self._give_back(block)
 
-    def mark_clean(self, block: int, key: bytes) -> None:
-        """A tier holds the content of this key: the block is clean, if it still has the key."""
+    def mark_clean(self, block: int, key: bytes, *, filled: bool = False) -> None:
+        """A tier holds the content of this key: the block is clean, if it still has the key. `filled`: a copy
+        from the tier has filled it, and it takes the key, unless another block has it."""
+        if filled and self.block_of.setdefault(key, block) == block:
+            self.key_of[block] = key
         if self.key_of[block] == key and self.write_back:
             self.clean.add(block)
             self.give_up(block)
@@ -346,12 +355,13 @@ class BlockPool:
                     self._dirty[block] = None
                     most_dirty -= 1
 
-    def give_up(self, block: int) -> bool:
-        """A dirty block is cached without a copy, and the last to be evicted. False if it is not dirty."""
+    def give_up(self, block: int, *, spent: bool = False) -> bool:
+        """A dirty block is cached without a copy: the last to be evicted, or with `spent` the first. False if
+        it is not dirty."""
         for dirty in (self._judged, self._dirty):
             if block in dirty:
                 del dirty[block]
-                self._cached[block] = None
+                (self._spent if spent else self._cached)[block] = None
                 return True
         return False
 
@@ -361,7 +371,7 @@ class BlockPool:
         """The content of a fenced, cached or dirty block is of no use any more."""
         if block in self._fences.get(self._last_step[block], ()):
             self._forget_keys((block,))
-        for state in (self._cached, self._dirty, self._judged):
+        for state in (self._cached, self._dirty, self._judged, self._spent):
             if block in state:
                 del state[block]
                 self._forget_keys((block,))
@@ -373,7 +383,7 @@ class BlockPool:
         self.clean.clear()
         self.valid_tokens.clear()
         self.key_of = [None] * self.blocks
-        for state in (self._cached, self._judged, self._dirty):
+        for state in (self._cached, self._judged, self._dirty, self._spent):
             self._empty += state
             state.clear()
 
@@ -384,7 +394,8 @@ class BlockPool:
         blocks = self._empty[: -count - 1 : -1]
         del self._empty[len(self._empty) - len(blocks) :]
         if len(blocks) < count:
-            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
+            more = range(count - len(blocks))
+            evicted = [(self._spent or self._cached).popitem(last=False)[0] for _ in more]
             if self.write_back:
                 _note_lost(self.lost, (self.key_of[b] for b in evicted if b not in self.clean))
             self._forget_keys(evicted)
@@ -420,7 +431,7 @@ class BlockPool:
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
         dirty = set(self._dirty) | set(self._judged)
-        empty, cached = set(self._empty), set(self._cached) | dirty
+        empty, cached = set(self._empty), set(self._cached) | set(self._spent) | dirty
         held = {block for block, refs in enumerate(self.refs) if refs > 0}
         fenced = [block for fence in self._fences.values() for block in fence]
         slots = [*self.free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
@@ -429,7 +440,7 @@ class BlockPool:
         assert len(empty) == len(self._empty), "a block is free twice"
         assert len(set(slots)) == len(slots), "a slot is free twice"
         copying = set(self._copying)
-        states = len(empty) + len(self._cached) + self.dirty_blocks + len(held) + len(fenced) + len(copying)
+        states = self.free_blocks + self.dirty_blocks + len(held) + len(fenced) + len(copying)
         assert len(empty | cached | held | set(fenced) | copying) == states, "a block is in two states"
         assert states == self.blocks, "a block is lost"
         assert known == self.block_of, "a key and its block do not name each other"

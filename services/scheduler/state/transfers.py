@@ -68,6 +68,11 @@ class Job:
     predicted_us: int = 0
     recompute_us: int = 0  # predicted time to compute the same tokens
 
+    @property
+    def is_rise(self) -> bool:
+        """A load for a request that has not come yet: no sequence has its blocks."""
+        return self.up and not self.seq
+
 
 @dataclass(slots=True)
 class Offload:

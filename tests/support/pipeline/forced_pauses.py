@@ -98,7 +98,7 @@ class Forced:
     def evict(self) -> int:
         """Everything that the device holds unowned is lost. How many blocks it was."""
         pool = self.executor.pool
-        return self._forget(self.executor, [*pool._cached, *pool._dirty])
+        return self._forget(self.executor, [*pool._cached, *pool._spent, *pool._dirty])
 
     def _pause(self, executor: Executor, victims: list[Sequence]) -> None:
         if not victims:
@@ -120,7 +120,7 @@ class Forced:
         waiting = [*pool._dirty, *pool._copying, *(b for fence in pool._fences.values() for b in fence)]
         if theirs.intersection(waiting):
             return
-        self._forget(executor, [block for block in pool._cached if block in theirs])
+        self._forget(executor, [block for block in (*pool._cached, *pool._spent) if block in theirs])
         self.away.clear()
         self._slots(executor).shut = False
         self._handle(Ticked())

@@ -254,4 +254,4 @@ def _check_tiers(tiers: Tiers) -> None:
         assert (job.number, len(job.blocks)) == (number, len(job.keys)), "a block of a job has no key"
         assert job.phase is JobPhase.COPYING or job.offload in used, "a job waits for a tier that is gone"
         assert len(job.valid) == (len(job.blocks) if job.up else 0)
-        assert bool(job.seq) == job.up
+        assert job.up or not job.seq, "a store has a sequence"

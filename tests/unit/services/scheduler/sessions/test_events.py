@@ -13,7 +13,7 @@ from support.scheduler.world import World
 from services.scheduler.core import Scheduler
 from services.scheduler.reports import event_log
 from services.scheduler.sessions import events
-from services.scheduler.sessions.events import LATE_US, Sessions
+from services.scheduler.sessions.events import TOOL_LATE_US, Sessions
 from services.scheduler.sessions.pauses import USER
 from services.scheduler.sessions.table import SHARED_AT, Session
 from services.scheduler.state.policies import Policy
@@ -235,10 +235,10 @@ def test_pause_across_a_lost_broker_teaches_nothing() -> None:
 def test_session_that_does_not_return_counts_as_lost_until_it_does() -> None:
     world = fresh()
     history = asked(world, "first", PROMPT, "shell")
-    world.tick(LATE_US)
+    world.tick(TOOL_LATE_US)
     learned = sessions_of(world).pauses.names["public", "shell", True]
     assert (learned.samples, learned.lost) == (0, 1)
-    world.tick(LATE_US)
+    world.tick(TOOL_LATE_US)
     assert learned.lost == 1
     asked(world, "second", [*history, 7], "shell")
     assert (learned.samples, learned.lost) == (1, 0)
@@ -267,7 +267,7 @@ def test_chance_of_a_block_is_that_of_its_session(running: bool) -> None:
         assert state.sessions.chance_pm(state, seq, 40, "public") == 1_000
     else:
         soon = state.sessions.chance_pm(state, seq, 40, "public")
-        world.tick(100_000_000)
+        world.tick(1_000_000_000)
         late = state.sessions.chance_pm(state, seq, 40, "public")
         assert 900 < soon <= 1_000
         assert late < 200
@@ -283,7 +283,7 @@ def test_policy_off_follows_no_session_and_a_change_forgets_all() -> None:
     asked(world, "second", PROMPT, "shell", session=ID)
     assert len(proven(world)) == 1
     world.set_policy("sessions=off")
-    assert world.scheduler.state.sessions.rows(world.scheduler.state) == []
+    assert world.scheduler.state.sessions.rows(world.scheduler.state, "", 9) == []
 
 
 def test_table_of_abandoned_sessions_is_bounded() -> None:
@@ -308,11 +308,11 @@ def check_chains(world: World) -> None:
     table = sessions.table
     for session in table.by_name.values():
         assert all(0 < tip.blocks <= session.blocks for tip in session.tips)
-        idle = session.name in sessions.young or session.name in sessions.late
+        idle = session.name in {**sessions.young, **sessions.working, **sessions.late}
         assert idle == (session.running == 0)
         of = table.tenants[session.tenant]
         assert (session.name in of.idle or session.name in of.guesses) == (session.running == 0)
-    assert set(sessions.young) | set(sessions.late) <= set(table.by_name)
+    assert {*sessions.young, *sessions.working, *sessions.late} <= set(table.by_name)
     assert set(sessions.of_request) <= set(state.requests)
     assert set(sessions.parents) <= set(state.requests)
     assert {s.name for s in sessions.of_request.values()} <= set(table.by_name)
@@ -325,7 +325,9 @@ def check_chains(world: World) -> None:
 
 STEPS = st.tuples(
     st.integers(0, 3),  # which history
-    st.sampled_from(["go on", "branch", "cut", "new", "release", "keep", "cancel", "pause", "tier"]),
+    st.sampled_from(
+        ["go on", "branch", "cut", "new", "release", "keep", "prefetch", "cancel", "pause", "tier", "engine"]
+    ),
     st.integers(1, 40),  # tokens
     st.booleans(),  # with an id
     st.booleans(),  # wait for the end
@@ -342,7 +344,7 @@ def test_any_requests_leave_keys_of_their_tokens_and_no_trace_of_sessions_that_a
     histories = [[number + 5] * 30 for number in range(4)]
     for number, (of, what, tokens, named, waits) in enumerate(steps):
         name, history = f"r{number}", histories[of]
-        if what in ("release", "keep"):
+        if what in ("release", "keep", "prefetch"):
             verb(world, what, session=f"{of:032x}", keep_us=1_000_000)
             continue
         if what == "pause":
@@ -350,6 +352,10 @@ def test_any_requests_leave_keys_of_their_tokens_and_no_trace_of_sessions_that_a
             continue
         if what == "tier":
             world.restart_tier()
+            continue
+        if what == "engine":
+            world.crash("e1")
+            world.add_engine("e1", epoch=number + 2, blocks=256, max_context=512, slots=8, block_tokens=BLOCK)
             continue
         cut = {
             "go on": len(history),
@@ -396,3 +402,137 @@ def test_snapshot_with_sessions_goes_on_with_the_same_commands() -> None:
     world.tick(50_000)
     assert event_log.state_hash(again.state) == event_log.state_hash(world.scheduler.state)
     assert sessions_of(world).pauses.names["public", "shell", True].samples >= 5
+
+
+def below(world: World, prompt: list[int]) -> list[int]:
+    """A session whose blocks are all in L1, and none on the device. Returns its tokens."""
+    for _ in range(3):
+        history = asked(world, f"r{world.events}", prompt, "shell", session=ID)
+    for _ in range(60):
+        world.tick(200_000)
+        world.run()
+    pool = world.scheduler.state.executors["e1"].pool
+    assert not pool.dirty_blocks
+    for block in list(pool.clean):
+        pool.forget(block)
+    assert held(world, history) == 0
+    return history
+
+
+def test_prefetch_brings_the_blocks_up_and_the_next_request_finds_them() -> None:
+    world = fresh(FakeTier(capacity=256))
+    history = below(world, [*PROMPT, *PROMPT])
+    answer = verb(world, "state")
+    assert (answer.state, answer.device, answer.l1) == ("below", 0, answer.tokens)
+    answer = verb(world, "prefetch")
+    assert (answer.will, answer.why, answer.state) == ("prefetch", "", "below")
+    world.run()
+    assert held(world, history) == (len(history) - 1) // BLOCK
+    assert verb(world, "prefetch").why == "on the device"
+    asked(world, "next", [*history, 7, 7, 7], "shell", session=ID)
+    outcomes = sessions_of(world).outcomes
+    assert (outcomes.prefetched, outcomes.wasted) == ((len(history) - 1) // BLOCK, 0)
+    assert not world.tier.leases
+    world.finish()
+
+
+def test_prefetch_takes_nothing_that_is_wanted_and_shows_why() -> None:
+    world = fresh(FakeTier(capacity=256))
+    assert verb(world, "prefetch").state == "unknown"
+    below(world, PROMPT)
+    pool = world.scheduler.state.executors["e1"].pool
+    world.check_every = 0
+    pool.reserve(pool.free_blocks)
+    assert verb(world, "prefetch").why == "no room"
+    pool.unreserve(pool.reserved)
+    world.check_every = 4
+    world.ask("next", PROMPT, 3, session=ID)
+    assert verb(world, "prefetch").why == "a request of it runs"
+    world.run()
+    world.lose_tier()
+    assert verb(world, "prefetch").why == "not found below"
+    other = fresh()
+    asked(other, "first", PROMPT, "shell", session=ID)
+    assert verb(other, "prefetch").why == "not found below"
+
+
+def test_prefetch_that_no_request_uses_is_wasted() -> None:
+    world = fresh(FakeTier(capacity=256))
+    history = below(world, PROMPT)
+    verb(world, "prefetch")
+    world.run()
+    world.tick(60_000_000)
+    asked(world, "next", [*history, 7], session=ID)
+    outcomes = sessions_of(world).outcomes
+    assert outcomes.wasted == outcomes.prefetched > 0
+
+
+@pytest.mark.parametrize("fault", ["lost", "missing", "late", "engine"])
+def test_prefetch_that_fails_leaves_its_blocks_empty(fault: str) -> None:
+    tier = FakeTier(capacity=256)
+    world = fresh(tier)
+    history = below(world, PROMPT)
+    if fault == "missing":
+        tier.missing = True
+    assert verb(world, "prefetch").will == "prefetch"
+    if fault == "lost":
+        world.lose_tier()
+    elif fault == "late":
+        tier.frozen = True
+        world.tick(2_000_000)
+        tier.thaw(world.now_us)
+    elif fault == "engine":
+        world.crash("e1")
+        world.add_engine("e1", epoch=2, blocks=256, max_context=512, slots=8, block_tokens=BLOCK)
+    world.run()
+    assert fault == "late" or held(world, history) == 0
+    asked(world, "next", [*history, 7], session=ID)
+    tier.missing = False
+    world.tick(200_000)
+    world.finish()
+
+
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 30), st.booleans()), min_size=1, max_size=20))
+def test_requests_that_share_nothing_get_the_commands_of_the_policy_off(
+    asks: list[tuple[int, int, bool]],
+) -> None:
+    """Also with a small memory, where blocks are copied, dropped and evicted."""
+    commands: list[list[Send]] = []
+    for policy in ("off", "learned"):
+        world = World(Limits(policy=Policy(sessions=policy)))
+        world.add_engine(blocks=40, max_context=128, slots=4, block_tokens=BLOCK)
+        world.add_tier(FakeTier(capacity=24))
+        handle, sent = world.scheduler.handle, list[Send]()
+
+        def noted(event: Event, now_us: int, handle: Any = handle, sent: list[Send] = sent) -> list[Send]:
+            found: list[Send] = handle(event, now_us)
+            sent += found
+            return found
+
+        world.scheduler.handle = noted  # type: ignore[method-assign]
+        for number, (tokens, answer, waits) in enumerate(asks):
+            world.ask(f"r{number}", [number + 10] * tokens, answer)
+            if waits:
+                world.run()
+                world.tick(31_000_000)
+        world.finish()
+        commands.append(sent)
+    assert commands[0] == commands[1]
+
+
+def test_system_prompt_outlives_the_sessions_that_end_one_after_another() -> None:
+    """Each program ends before the next one: the second computes the prompt once more, no later one."""
+    world = fresh(FakeTier(capacity=256))
+    cached = []
+    for number in range(4):
+        name = f"r{number}"
+        prompt = [*[5] * 160, *[number + 10] * 80]
+        asked(world, name, prompt, session=f"{number:032x}", session_final=True)
+        world.tick(10_000)
+        world.run()
+        closed = world.readers_of(name)[0].closed
+        assert closed is not None
+        cached.append(closed.usage.cached_tokens)
+    assert proven(world) == []
+    assert cached[0] == 0
+    assert cached[2] == cached[3] >= 128
