@@ -24,6 +24,7 @@ from support.executor.tiny_models import (
 from kernels import moe
 from kernels.attention import Scoring, attend_prefill, write_kv
 from kernels.elementwise import apply_rope, rms_norm, swiglu
+from kernels.gemm.gpu import MatmulTuning
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.cuda import model as cuda_model
 from services.executor.cuda import optioned
@@ -97,6 +98,13 @@ def test_a_model_without_options_keeps_its_own_pass(tmp_path: Path, monkeypatch:
         assert loaded.shapes.sliding_window == window
         tuning: Any = None
         assert cuda_model.CudaModel(loaded, {}, tuning, 1)._optioned is None
+
+
+def test_a_product_is_whole_where_its_layout_is_for_a_gate() -> None:
+    layouts = SimpleNamespace(chained=False, product=lambda *_, **__: MatmulTuning(64, 256, 1, 4, gated=True))
+    tuning: Any = SimpleNamespace(layouts_of=lambda rows: layouts)
+    x, weight = torch.randn(2, 32).bfloat16(), torch.randn(64, 32).bfloat16()
+    assert cuda_model._tuned(tuning)(x, weight, whole=True).equal(F.linear(x, weight))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
