@@ -2,6 +2,7 @@
 
     python -m loadtest.copies headrace=http://127.0.0.1:8100 llama=http://127.0.0.1:8101 --rounds 11
 
+With NAME=URL=PID seconds are CPU time of this process, which other work on the machine disturbs less.
 A ratio is that of one round: the seconds of a server over those of the first one. The order changes with each
 round, and the first round only warms up. `same` counts the answers that are those of the first server: other
 arithmetic chooses another token at near ties.
@@ -10,10 +11,12 @@ arithmetic chooses another token at near ties.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from loadtest.command_line import parser_of, report
@@ -31,7 +34,15 @@ def text_of(url: str, body: Body) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
 
 
-def measured(servers: dict[str, str], clients: int, rounds: int) -> dict[str, dict[str, Any]]:
+def clock_s(pid: str) -> float:
+    """CPU time of a process so far; without one the time."""
+    if not pid:
+        return time.monotonic()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(servers: dict[str, list[str]], clients: int, rounds: int) -> dict[str, dict[str, Any]]:
     """The figures of each server with so many requests at once."""
     asked, names = bodies("copy", clients), list(servers)
     took_s: dict[str, list[float]] = {name: [] for name in names}
@@ -41,10 +52,11 @@ def measured(servers: dict[str, str], clients: int, rounds: int) -> dict[str, di
             texts: dict[str, list[str]] = {}
             for at in range(len(names)):
                 name = names[(at + number) % len(names)]
-                began_s = time.monotonic()
-                answers = list(pool.map(text_of, [servers[name]] * clients, asked))
+                url, pid = servers[name]
+                began_s = clock_s(pid)
+                answers = list(pool.map(text_of, [url] * clients, asked))
                 if number:
-                    took_s[name].append(time.monotonic() - began_s)
+                    took_s[name].append(clock_s(pid) - began_s)
                 texts[name] = [text.strip() for text, _ in answers]
                 tokens[name] = sum(count for _, count in answers)
             for name in names:
@@ -64,11 +76,11 @@ def measured(servers: dict[str, str], clients: int, rounds: int) -> dict[str, di
 def main() -> None:
     """The program."""
     parser = parser_of("copies", __doc__)
-    parser.add_argument("servers", nargs="+", metavar="NAME=URL")
+    parser.add_argument("servers", nargs="+", metavar="NAME=URL[=PID]")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=11)
     given = parser.parse_args()
-    servers = dict(server.split("=", 1) for server in given.servers)
+    servers = {name: [*rest, ""][:2] for name, *rest in (server.split("=") for server in given.servers)}
     figures = {}
     for clients in given.clients:
         figures[clients] = measured(servers, clients, given.rounds)

@@ -18,6 +18,7 @@ import asyncio
 import random
 import statistics
 import time
+from collections import deque
 from typing import Any
 
 from loadtest.command_line import parser_of, report
@@ -101,24 +102,35 @@ def bodies(load: str, clients: int) -> list[Body]:
     return found
 
 
-async def answered(client: Client, asked: list[Body], *, drafts: bool) -> tuple[float, int, list[str]]:
-    """The seconds and tokens of these requests at once, and their answers."""
+async def answered(
+    client: Client, asked: list[Body], *, drafts: bool, clients: int = 0
+) -> tuple[float, int, list[str]]:
+    """The seconds and tokens of these requests, and their answers: so many at once, or all of them."""
+    left, replies = deque(asked), list[Body]()
+
+    async def one_by_one() -> None:
+        while left:
+            replies.append(await client.complete({**left.popleft(), "speculate": drafts}))
+
     began_s = time.monotonic()
-    replies = await asyncio.gather(*(client.complete({**body, "speculate": drafts}) for body in asked))
+    await asyncio.gather(*(one_by_one() for _ in range(clients or len(asked))))
     took_s = time.monotonic() - began_s
     tokens = sum(reply["usage"]["completion_tokens"] for reply in replies)
-    return took_s, tokens, [str(reply["choices"][0].get("message", reply["choices"][0])) for reply in replies]
+    texts = [str(reply["choices"][0].get("message", reply["choices"][0])) for reply in replies]
+    return took_s, tokens, sorted(texts)
 
 
-async def rounds_of(client: Client, load: str, clients: int, rounds: int) -> dict[str, Any]:
+async def rounds_of(client: Client, load: str, clients: int, rounds: int, turns: int) -> dict[str, Any]:
     """The figures of a load. Raises SystemExit if drafts have changed an answer."""
-    asked, times = bodies(load, clients), {True: list[float](), False: list[float]()}
+    asked, times = bodies(load, clients * turns), {True: list[float](), False: list[float]()}
     tokens = 0
     for number in range(rounds + 1):
         texts: dict[bool, list[str]] = {}
         for drafts in (True, False) if number % 2 else (False, True):
             tenant = load if load == "again" else f"{load}-{clients}-{number}-{drafts}"
-            took_s, tokens, texts[drafts] = await answered(client.as_tenant(tenant), asked, drafts=drafts)
+            took_s, tokens, texts[drafts] = await answered(
+                client.as_tenant(tenant), asked, drafts=drafts, clients=clients
+            )
             if number:
                 times[drafts].append(took_s)
         if texts[True] != texts[False]:
@@ -134,15 +146,18 @@ async def rounds_of(client: Client, load: str, clients: int, rounds: int) -> dic
         "ratio": round(statistics.median(ratios), 3),
         "rounds_90": [round(ratios[int(len(ratios) * part)], 3) for part in (0.05, 0.95)],
         "rounds": rounds,
+        "turns": turns,
     }
 
 
-async def measured(url: str, loads: list[str], clients: list[int], rounds: int) -> list[dict[str, Any]]:
+async def measured(
+    url: str, loads: list[str], clients: list[int], rounds: int, turns: int
+) -> list[dict[str, Any]]:
     found = []
     async with connected(url) as client:
         for load in loads:
             for count in clients:
-                found.append(await rounds_of(client, load, count, rounds))
+                found.append(await rounds_of(client, load, count, rounds, turns))
                 print(found[-1], flush=True)
     return found
 
@@ -153,9 +168,10 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", default=list(TOKENS), choices=TOKENS)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=1, help="requests of each client in a round")
     given = parser.parse_args()
     with running_up(given.up) as (_, url):
-        figures = asyncio.run(measured(url, given.loads, given.clients, given.rounds))
+        figures = asyncio.run(measured(url, given.loads, given.clients, given.rounds, given.turns))
     report({"machine": machine(), "flags": given.up, "figures": figures}, given.out, figures)
 
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,24 +67,38 @@ class Int4Weight:
         return (self.numbers, self.scales, self.locks, *zeros)
 
 
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """The environment has this variable meanwhile."""
+    kept = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if kept is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = kept
+
+
+def building(workers: int) -> AbstractContextManager[None]:
+    """`prepare` builds so many kernels of a matrix at a time meanwhile, if the library's own variable is not
+    set; else one on each core."""
+    name = "HUMMING_MAX_PARALLEL_BUILD_WORKERS"
+    return _variable(name, os.environ.get(name, str(max(1, workers))))
+
+
 @functools.cache
 def _library() -> Any:
     """The library; a wheel has its native parts, so that the import starts no processes to build them.
     Raises ImportError."""
-    kept = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD")
-    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-    try:
+    with _variable("HUMMING_DISABLE_PARALLEL_BUILD", "1"):
         import humming.dtypes
         import humming.kernel.humming
         import humming.ops
         import humming.schema
         import humming.transform
         import humming.tune
-    finally:
-        if kept is None:
-            del os.environ["HUMMING_DISABLE_PARALLEL_BUILD"]
-        else:
-            os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = kept
     return humming
 
 

@@ -139,7 +139,21 @@ class Asker:
             status = await self._pool.ask("POST", "/v1/completions", body, on_body)
         if status != 200 or not text:
             self._seen.errors.append(f"{status} {refused[:200]!r}")
-        return [int(found[1]) if found[1] else ord(found[0]) for found in _PART.finditer(text)], first_s
+        return ids_of(text), first_s
+
+
+def ids_of(text: str) -> list[int]:
+    """The ids whose texts it is. A digit after an id is an id of its own where the number would be too high;
+    elsewhere it is read as a part of the number."""
+    ids = list[int]()
+    for found in _PART.finditer(text):
+        number = found[1] or ""
+        digits = len(number)
+        while digits and int(number[:digits]) > LAST_ID:
+            digits -= 1
+        ids += [int(number[:digits])] if digits else [ord(found[0][0])]
+        ids += map(ord, number[digits:])
+    return ids
 
 
 async def run_program(asker: Asker, program: Program, shared: list[int], number: int, seen: Seen) -> None:

@@ -41,7 +41,7 @@ from services.executor.cuda import model as cuda_model
 from services.executor.cuda.compile_ahead import compile_ahead
 from services.executor.cuda.kernel_configs import Computed, tuning_for
 from services.executor.cuda.optioned import ForwardStep
-from services.executor.model.description import Shapes, describe
+from services.executor.model.description import GELU, Options, Shapes, describe
 from services.executor.sampling.sampler import STOP_IDS
 
 META = torch.device("meta")
@@ -54,6 +54,19 @@ ROWS = (1, 17, 64, 1024)  # of decodes, with each of the layouts
 LLAMA = Shapes(
     architecture="llama", layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336,
     vocab=VOCAB, norm_eps=1e-5, rope_theta=5e5,
+)  # fmt: skip
+OPTIONED = (  # attention with windows, caps and sinks, in heads of the sizes that models with them have
+    replace(
+        LLAMA, heads=8, kv_heads=4, head_dim=256, qk_norm=True,
+        options=Options(
+            windows=(512, 0), local_rope=(1e4, ()), attention_cap=50.0, post_norms=True, act=GELU,
+            embedding_scale=64.0, logit_cap=30.0,
+        ),
+    ),
+    replace(
+        LLAMA, heads=64, head_dim=64, qkv_bias=True, out_bias=True,
+        options=Options(windows=(128, 0), sinks=True),
+    ),
 )  # fmt: skip
 
 
@@ -81,26 +94,26 @@ def compiling_for(capability: int, found: dict[str, int]) -> Iterator[None]:
     yield
 
 
-def loaded_model(*, wide: bool, kept: torch.dtype, fp8: bool) -> Loaded:
+def loaded_model(shapes: Shapes, *, wide: bool, kept: torch.dtype, fp8: bool) -> Loaded:
     dtype = torch.float32 if wide else torch.bfloat16
-    sizes = {part.name: part.shape for part, _ in describe(LLAMA).parts()}
+    sizes = {part.name: part.shape for part, _ in describe(shapes).parts()}
     weights = assemble(
-        whole_model(LLAMA),
+        whole_model(shapes),
         lambda part, layer: Dense.of(torch.empty(sizes[part.name], dtype=dtype, device=META)),
         dtype, META,
     )  # fmt: skip
-    kv = torch.empty(BLOCKS + 1, 2, 2, BLOCK, 8, 128, dtype=kept, device=META)
+    kv = torch.empty(BLOCKS + 1, 2, 2, BLOCK, shapes.kv_heads, shapes.head_dim, dtype=kept, device=META)
     return Loaded(
-        shapes=LLAMA, weights=weights, cache=KvCache(kv, dtype), context=CONTEXT, fingerprint="", files=(),
+        shapes=shapes, weights=weights, cache=KvCache(kv, dtype), context=CONTEXT, fingerprint="", files=(),
         threads=1, kept_in="fp8" if fp8 else "",
     )  # fmt: skip
 
 
-def run_forward(computed: Computed, *, kept: torch.dtype, fp8: bool = False) -> None:
+def run_forward(computed: Computed, *, kept: torch.dtype, fp8: bool = False, shapes: Shapes = LLAMA) -> None:
     """Steps of decodes, with drafts too, and steps with chunks of prompts, whole and in parts."""
-    loaded, tuning = loaded_model(wide=computed.wide, kept=kept, fp8=fp8), tuning_for(computed)
+    loaded, tuning = loaded_model(shapes, wide=computed.wide, kept=kept, fp8=fp8), tuning_for(computed)
     kv = loaded.cache.tensor
-    works = {each.decode: decode_work(kv, 32, SLOTS, 132, each.decode, 8) for each in tuning.all()}
+    works = {each.decode: decode_work(kv, shapes.heads, SLOTS, 132, each.decode, 8) for each in tuning.all()}
     model = cuda_model.CudaModel(loaded, works, tuning, SLOTS)
     if fp8:
         for layer in model._layers:
@@ -118,7 +131,7 @@ def run_forward(computed: Computed, *, kept: torch.dtype, fp8: bool = False) -> 
         if tokens > rows * queries:
             count = entries or 32
             if entries:
-                room = parts_room(entries, 8, tuning.prefill.rows, 128, META)
+                room = parts_room(entries, shapes.kv_heads, tuning.prefill.rows, shapes.head_dim, META)
                 split = PrefillSplit(ints(count), ints(count), ints(count), room)
             tiles = PrefillTiles(ints(count), ints(count), ints(count), ints(count), tables, split)
         model.hidden(ForwardStep(found, ints(tokens), decode, tiles))
@@ -204,6 +217,10 @@ def compile_all(capability: int) -> dict[str, Any]:
             run_forward(usual, kept=torch.bfloat16, fp8=True)
         run_forward(replace(usual, wide=True), kept=torch.float32)
         run_forward(replace(usual, deterministic=True), kept=torch.bfloat16)
+        for shapes in OPTIONED:
+            other = replace(usual, head_dim=shapes.head_dim, options=True)
+            run_forward(other, kept=torch.bfloat16, shapes=shapes)
+            run_forward(replace(other, deterministic=True), kept=torch.bfloat16, shapes=shapes)
 
     with compiling_for(capability, found), torch.inference_mode():
         count = compile_ahead(launch)

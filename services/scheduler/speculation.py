@@ -33,7 +33,8 @@ TRY_FIRST = 8  # steps of a sequence until it tries one
 TRY_STEPS = 2  # of TRY_EVERY, in which rows of recorded steps try one
 QUIET = 2  # rows of a sequence without a draft that was found: then it is asked in turn
 IN_TURN = 2  # rows of a step that are asked in turn,
-MANY = 32  # and of every eighth step with more rows than this: drafts seldom pay there
+MANY, SELDOM_PPM = 32, 250_000  # and of every eighth step with more rows, if fewer found drafts lately;
+NEW = 4  # so few of those that have found none yet are asked in such a step
 BARE_EVERY = 256  # steps: one without drafts shows what they cost
 LEAST_PM = 5  # of a draft's probability
 PREDICTED_PM = 900  # drafts that are kept with a prediction or a grammar, until it is learned
@@ -131,6 +132,8 @@ def _asked(executor: Executor, shape: StepShape) -> dict[Sequence, int]:
     if chosen:
         pace.least_pm, pace.chosen_step = _least_pm(executor, shape), step
     wanted, asked, pace.asked = dict[Sequence, int](), pace.asked, []
+    seldom = shape.rows > MANY and pace.found_ppm < SELDOM_PPM
+    room = NEW if seldom else len(asked)
     for row in asked:
         s, placement = row
         if s.placement != placement:
@@ -140,15 +143,16 @@ def _asked(executor: Executor, shape: StepShape) -> dict[Sequence, int]:
             _begin(executor, s)
         elif chosen:
             drafting.choose(pace.least_pm, most)
-        is_quiet = (
-            drafting.quiet >= QUIET and not s.request.tokenized.grammar
-        )  # it forces tokens now and then
+        is_new = not (drafting.accepted or drafting.rejected)
+        room -= is_new
+        # a grammar forces tokens now and then
+        is_quiet = (drafting.quiet >= QUIET and not s.request.tokenized.grammar) or (is_new and room < 0)
         if is_quiet or not (drafting.count or _can_try(pace, drafting, step)):
             pace.ask_in_turn(row)
         else:
             pace.asked.append(row)
             wanted[s] = drafting.count or 1
-    for s in pace.next_in_turn(IN_TURN if shape.rows <= MANY or step % 8 == 0 else 0):
+    for s in pace.next_in_turn(0 if seldom and step % 8 else IN_TURN):
         s.drafting.choose(pace.least_pm, most)
         if s.drafting.count or _can_try(pace, s.drafting, step):
             wanted[s] = s.drafting.count or 1

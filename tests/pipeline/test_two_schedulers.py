@@ -16,6 +16,7 @@ from services.scheduler.executors import roles
 from services.scheduler.executors.roles import Division, Give
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.membership import Peers
+from shared.session_hints import name_of
 
 MODEL = "smollm2-135m-instruct"
 CHATS, TURNS = 16, 3
@@ -157,3 +158,28 @@ async def test_an_executor_moves_in_the_middle_of_long_answers(
     assert moved
     assert moved[0] > 0
     await pipeline.until(lambda: not any(status_of(pipeline, "requests")))
+
+
+async def test_all_sessions_of_a_program_are_at_one_scheduler(pipeline: Pipeline) -> None:
+    """Their prompts have no start in common: the first session of the program is their key."""
+
+    async def ask(program: int, agent: str) -> None:
+        top = f"program {program}"
+        named = (
+            {"session_id": f"{top}/{agent}", "parent_session_id": top, "root_session_id": top}
+            if agent
+            else {}
+        )
+        body = {**BODY, "max_tokens": 2, "session_id": top, **named}
+        await pipeline.client.complete({**body, "prompt": f"{agent} of {program}: " + "why? " * 30})
+
+    programs = range(12)
+    await asyncio.gather(*(ask(program, agent) for program in programs for agent in ("", "a", "b")))
+    schedulers = [r.actor for r in pipeline.runtimes.values() if isinstance(r.actor, SchedulerActor)]
+    states = [actor._core.state for actor in schedulers]
+    found = [{row.session for row in state.sessions.rows(state, "", 99)} for state in states]
+    assert min(map(len, found)) > 0, "both schedulers work"
+    assert sum(map(len, found)) == 36
+    for program in programs:
+        names = {name_of("public", f"program {program}{agent}") for agent in ("", "/a", "/b")}
+        assert [names & each for each in found if names & each] == [names]

@@ -55,6 +55,7 @@ from services.executor.parallel.ranks import DistributedRanks, Ranks, if_mapped
 from services.executor.parallel.step_split import Chunk
 from services.executor.parallel.symmetric_memory import SymmetricMemory
 from shared.errors import SetupError
+from shared.processes import usable_cores
 
 log = logging.getLogger("headrace.executor")
 
@@ -256,8 +257,8 @@ def operand_of(stored: Stored) -> Operand:
 
 
 def build_kernels(layers: Iterable[Mapping[str, Stored]]) -> None:
-    """Build the kernels of all shapes of matrices in 4 bits at once: those of one shape occupy all cores only
-    at first. Raises SetupError as `operand_of`."""
+    """Build the kernels of all shapes of matrices in 4 bits at once, one on each core: those of one shape
+    alone occupy all cores only at first, and each takes most of a GiB. Raises SetupError as `operand_of`."""
     firsts: dict[tuple[object, ...], Stored] = {}
     for stored in (stored for layer in layers for stored in layer.values()):
         matrix = stored.operand
@@ -265,7 +266,8 @@ def build_kernels(layers: Iterable[Mapping[str, Stored]]) -> None:
             kind = stored.shape, matrix.group, matrix.bits, matrix.e2m1, matrix.zeros is None
             firsts.setdefault(kind, stored)
     log.info("building the kernels of %d shapes of matrices in 4 bits, once for a machine …", len(firsts))
-    with ThreadPoolExecutor(max(1, len(firsts))) as pool:
+    count = max(1, len(firsts))
+    with int4.building(int(usable_cores()) // count), ThreadPoolExecutor(count) as pool:
         list(pool.map(operand_of, firsts.values()))
 
 
@@ -352,6 +354,8 @@ def _tuned(tuning: DeviceTuning) -> Products:
         rows, fp8 = len(x), isinstance(weight, Fp8Rows)
         layouts = tuning.layouts_of(rows)
         chosen = layouts.product(weight.shape[0], weight.shape[1], rows, fp8=fp8)
+        if chosen is not None and chosen.gated:  # for `gated` alone: it returns no product
+            chosen = None
         split = chosen is not None and whole and chosen.splits > 1
         if fp8 and isinstance(x, Tensor):
             x = quantise_rows(x, chained=layouts.chained)

@@ -61,10 +61,11 @@ def draw(answer: Facts, *, ids: bool = False) -> list[str]:
 
 
 def _counted(answer: Facts, summary: Facts) -> str:
-    count = answer.get("count", len(answer["data"]))
+    count, rows = answer.get("count", len(answer["data"])), len(answer["data"])
     states = [f"{summary[state]:,} {state}" for state in ("running", "idle", "below") if summary.get(state)]
     kept = f"; {summary['kept']:,} kept" if summary.get("kept") else ""
     where = f"; {summary.get('device', 0):,} tokens on the device, {summary.get('l1', 0):,} in L1"
+    where += f" of the {rows:,} least idle" if count > rows else ""
     return (
         f"{count:,} sessions" + (": " + ", ".join(states) if states else "") + (where if count else "") + kept
     )

@@ -191,13 +191,20 @@ def _ask_for(
 def begin_rise(state: State, executor: Executor, keys: list[bytes]) -> transfers.Job | None:
     """Load blocks for a request that is expected, if there are as many empty or spent ones. None if not."""
     offload, keys = state.tiers.below(executor.hello, state.now_us), keys[: lookups.MAX_KEYS]
-    if offload is None or executor.pool.worthless_blocks < len(keys):
+    if offload is None or rise_room(executor) < len(keys):
         return None
-    job = lookups.start_job(state, executor, offload, executor.pool.begin_fill(len(keys)), keys)
+    blocks = executor.pool.try_allocate(len(keys)) or []
+    job = lookups.start_job(state, executor, offload, blocks, keys)
+    executor.pool.release(blocks, [], 0)  # the copy alone has them
     job.up, job.valid = True, [executor.hello.block_tokens] * len(keys)
     job.predicted_us = rise_us(state, executor, len(keys))
     _ask_for(state, executor, offload, job, MOST_DEADLINE_US, "")
     return job
+
+
+def rise_room(executor: Executor) -> int:
+    """How many blocks may be loaded for a request that has not come: unreserved ones, empty or spent."""
+    return max(executor.pool.unreserved_blocks - executor.pool.cached_blocks, 0)
 
 
 def rise_us(state: State, executor: Executor, blocks: int) -> int:
@@ -272,7 +279,8 @@ def end_copy(state: State, job: transfers.Job, executor: Executor, message: KvCo
         executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
         executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)
     if ok and job.is_rise and lookups.offload_of(state, job) is not None:
-        executor.pool.fill(job.blocks, job.keys)
+        for block, key in zip(job.blocks, job.keys, strict=True):
+            executor.pool.mark_clean(block, key, filled=True)
     lookups.finish(state, job)
     sequence = _sequence(state, job)
     if sequence is None:

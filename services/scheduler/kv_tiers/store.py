@@ -394,18 +394,18 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
     for (
         block
     ) in pool.dirty:  # the oldest are copied: the end of a table, which a load brings back in one part
-        if len(choice.chosen) == room or not choice.goes_on:
+        if len(choice.chosen) == room or not choice.may_go_on:
             break
         choice.add(block)
     choice.drop()
     if len(choice.chosen) == room:
         waiting = pool.judge()
-        while choice.goes_on and (next_block := next(waiting, None)) is not None:
+        while choice.may_go_on and (next_block := next(waiting, None)) is not None:
             choice.add(next_block)
         choice.drop()
     choice.kept = 0
     for block in islice(pool.stable, MAX_JUDGED if room and pressed > 0 else 0):
-        if not choice.goes_on:
+        if not choice.may_go_on:
             break
         choice.add(block, is_stable=True)
     return choice.chosen
@@ -426,7 +426,7 @@ class _Choice:
     verdicts: dict[tuple[int, int], tuple[str, bool]] = field(default_factory=dict)  # by sequence and group
 
     @property
-    def goes_on(self) -> bool:
+    def may_go_on(self) -> bool:
         pressed = self.conditions.pressed
         enough = self.dealt >= pressed if pressed > 0 else len(self.chosen) >= self.room
         return not enough and self.kept < MAX_JUDGED

@@ -23,7 +23,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
 
-MOST_ROWS = 1_000  # of one answer: 350 kB
+MOST_ROWS = 200  # of one answer: a look at the blocks of each takes 60 us, between two steps
 UNKNOWN = "unknown"
 _NAME = re.compile("[0-9a-f]{32}")
 
@@ -104,10 +104,14 @@ def read_verb(tenant: str, session_id: str, data: bytes) -> SessionVerb:
 
 
 def listed(state: State, tenant: str) -> dict[str, Any]:
-    """The sessions of a tenant, or of all with what was learned."""
-    rows = state.sessions.rows(state, tenant)
-    body: dict[str, Any] = {"data": [shown(row) for row in rows[:MOST_ROWS]], "count": len(rows)}
-    return body if tenant else {**body, "summary": state.sessions.summary(state)}
+    """The sessions of a tenant, or of all with what was learned; sums are of the rows."""
+    rows = state.sessions.rows(state, tenant, MOST_ROWS)
+    body: dict[str, Any] = {"data": [shown(row) for row in rows], "count": state.sessions.count(tenant)}
+    if tenant or not (summary := state.sessions.counted(state)):
+        return body
+    below = sum(row.state == "below" for row in rows)
+    sums = {"device": sum(row.device for row in rows), "l1": sum(row.l1 for row in rows)}
+    return {**body, "summary": {**summary, **sums, "idle": summary["idle"] - below, "below": below}}
 
 
 def shown(answer: SessionAnswer) -> dict[str, Any]:

@@ -335,11 +335,15 @@ class Sessions(SessionEvents):
             return replace(answer, will="release")
         return answer
 
-    def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
-        return report.rows(state, self.table, self.pauses, tenant)
+    def rows(self, state: State, tenant: str, most: int) -> list[SessionAnswer]:
+        found = report.proven(self.table, tenant)[:most]
+        return [report.row(state, self.pauses, session) for session in found]
 
-    def summary(self, state: State) -> dict[str, Any]:
-        return report.summary(state, self.table, self.pauses, self.outcomes)
+    def count(self, tenant: str) -> int:
+        return len(report.proven(self.table, tenant))
+
+    def counted(self, state: State) -> dict[str, Any]:
+        return report.counted(state, self.table, self.pauses, self.outcomes)
 
     def needs_ticks(self) -> bool:
         return bool(self.dead)

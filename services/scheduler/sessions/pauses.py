@@ -44,7 +44,7 @@ def bucket_of(pause_us: int) -> int:
 
 @dataclass(slots=True)
 class Pauses:
-    """Of one name: pauses that have ended, by bucket, and how many have not."""
+    """One name: pauses that have ended, by bucket, and how many have not."""
 
     counts: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     samples: int = 0  # the sum of the counts
@@ -124,7 +124,7 @@ class LearnedPauses:
         return 1_000 << BUCKETS
 
     def slowest(self, tenant: str, calls: tuple[str, ...]) -> str:
-        """Of several tools that run, the one that usually ends last."""
+        """The one of several running tools that usually ends last."""
         return max(calls, key=lambda tool: (self.quantile_us(tenant, tool, 500), tool), default=USER)
 
     def _counted(self, tenant: str, tool: str) -> list[Pauses]:

@@ -6,6 +6,7 @@ steps. A block that has left the device counts as in L1 unless it left without a
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from services.scheduler.preemption import RecomputeCost
@@ -40,30 +41,30 @@ def row(state: State, pauses: LearnedPauses, session: Session) -> SessionAnswer:
     )
 
 
-def rows(state: State, table: Table, pauses: LearnedPauses, tenant: str) -> list[SessionAnswer]:
+def proven(table: Table, tenant: str) -> list[Session]:
     """The proven sessions of a tenant, or of all, the least idle first."""
     found = [s for s in table.by_name.values() if s.is_proven and tenant in ("", s.tenant)]
-    found.sort(key=lambda s: (not s.running, -s.idle_since_us, s.name))
-    return [row(state, pauses, session) for session in found]
+    return sorted(found, key=lambda s: (not s.running, -s.idle_since_us, s.name))
 
 
-def summary(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcomes) -> dict[str, Any]:
-    """Counts of sessions, and pauses by tool."""
-    listed = rows(state, table, pauses, "")
-    tools: dict[str, list[int]] = {}
+def counted(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcomes) -> dict[str, Any]:
+    """Counts of sessions, and pauses by tool: for metrics, without a look at any block."""
+    known = [session for session in table.by_name.values() if session.is_proven]
+    running = sum(session.running > 0 for session in known)
+    samples: Counter[str] = Counter()
+    tenants: dict[str, list[str]] = {}
     for (tenant, tool, _), learned in pauses.names.items():
         if tool != USER:
-            count, p50_us = tools.get(tool, [0, 0])
-            p50_us = max(p50_us, pauses.quantile_us(tenant, tool, 500))
-            tools[tool] = [count + learned.samples, p50_us]
-    frequent = sorted(tools.items(), key=lambda item: (-item[1][0], item[0]))[:MOST_TOOLS]
+            samples[tool] += learned.samples
+            tenants.setdefault(tool, []).append(tenant)
+    frequent = sorted(samples.items(), key=lambda item: (-item[1], item[0]))[:MOST_TOOLS]
+    p50_us = {tool: max(pauses.quantile_us(t, tool, 500) for t in tenants[tool]) for tool, _ in frequent}
     ended = pauses.names.get(("", USER, True))
     return {
-        **{name: sum(each.state == name for each in listed) for name in ("running", "idle", "below")},
-        "kept": sum(each.kept_us > 0 for each in listed),
-        "device": sum(each.device for each in listed),
-        "l1": sum(each.l1 for each in listed),
-        "tools": [{"tool": tool, "pauses": count, "p50_us": us} for tool, (count, us) in frequent],
+        "running": running,
+        "idle": len(known) - running,
+        "kept": sum(session.kept_until_us > state.now_us for session in known),
+        "tools": [{"tool": tool, "pauses": count, "p50_us": p50_us[tool]} for tool, count in frequent],
         "lost_pm": ended.lost * 1_000 // max(ended.samples + ended.lost, 1) if ended is not None else 0,
         "returns": {"device": outcomes.device, "l1": outcomes.below, "computed": outcomes.computed},
         "released": outcomes.released,

@@ -35,7 +35,7 @@ def prefetch(state: State, executor: Executor | None, session: Session) -> tuple
         return 0, THERE
     if missing[0] in pool.lost:
         return 0, NOT_BELOW
-    if state.waiting.groups or executor.awaited_blocks or pool.worthless_blocks < len(missing):
+    if state.waiting.groups or executor.awaited_blocks or load.rise_room(executor) < len(missing):
         return 0, NO_ROOM
     size = executor.hello.block_tokens
     compute_us = preemption.RecomputeCost.of(executor).tokens_us(

@@ -226,8 +226,9 @@ class Table:
 
     def set_tips(self, session: Session, tips: list[Tip]) -> None:
         """A prompt that continues one of these continues the session."""
-        if session.tips:
-            index = self.tips[session.keyed]
+        if (
+            session.tips and (index := self.tips.get(session.keyed)) is not None
+        ):  # a later session may have all
             for tip in session.tips:
                 self._unindex(index, tip, session.name)
             if not index.sessions:

@@ -112,13 +112,9 @@ class BlockPool:
         return len(self._empty) + len(self._cached) + len(self._spent) - self.reserved
 
     @property
-    def worthless_blocks(self) -> int:
-        """Unreserved blocks that are empty or spent."""
-        return max(len(self._empty) + len(self._spent) - self.reserved, 0)
-
-    @property
     def cached_blocks(self) -> int:
-        return len(self._cached) + len(self._spent)
+        """Without spent ones: what is free beyond these is of hardly any use to others."""
+        return len(self._cached)
 
     @property
     def dirty_blocks(self) -> int:
@@ -338,25 +334,11 @@ class BlockPool:
                     del self._copying[block]
                     self._give_back(block)
 
-    def begin_fill(self, count: int) -> list[int]:
-        """Blocks that a copy will fill, before any table has them. The caller has compared with
-        `worthless_blocks`, and begins the copy."""
-        blocks = self._take(count)
-        for block in blocks:
-            self.refs[block] = 0
-            self._copying[block] = None
-        return blocks
-
-    def fill(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """A copy from a tier has filled these blocks, and ends now. One whose key has another block stays
-        without it."""
-        for block, key in zip(blocks, keys, strict=True):
-            if self.block_of.setdefault(key, block) == block:
-                self.key_of[block] = key
-                self.clean.add(block)
-
-    def mark_clean(self, block: int, key: bytes) -> None:
-        """A tier holds the content of this key: the block is clean, if it still has the key."""
+    def mark_clean(self, block: int, key: bytes, *, filled: bool = False) -> None:
+        """A tier holds the content of this key: the block is clean, if it still has the key. `filled`: a copy
+        from the tier has filled it, and it takes the key, unless another block has it."""
+        if filled and self.block_of.setdefault(key, block) == block:
+            self.key_of[block] = key
         if self.key_of[block] == key and self.write_back:
             self.clean.add(block)
             self.give_up(block)
@@ -458,7 +440,7 @@ class BlockPool:
         assert len(empty) == len(self._empty), "a block is free twice"
         assert len(set(slots)) == len(slots), "a slot is free twice"
         copying = set(self._copying)
-        states = len(empty) + self.cached_blocks + self.dirty_blocks + len(held) + len(fenced) + len(copying)
+        states = self.free_blocks + self.dirty_blocks + len(held) + len(fenced) + len(copying)
         assert len(empty | cached | held | set(fenced) | copying) == states, "a block is in two states"
         assert states == self.blocks, "a block is lost"
         assert known == self.block_of, "a key and its block do not name each other"

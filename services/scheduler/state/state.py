@@ -464,16 +464,16 @@ class SessionEvents(Protocol):
         """A client asks for a session, or for something to be done with its blocks."""
         return SessionAnswer(state="unknown")
 
-    def rows(self, state: State, tenant: str = "") -> list[SessionAnswer]:
-        """The sessions of a tenant, or of all, the least idle first."""
+    def rows(self, state: State, tenant: str, most: int) -> list[SessionAnswer]:
+        """The sessions of a tenant, or of all for an empty name, the least idle first; `most` of them."""
         return []
 
-    def counted(self, state: State) -> dict[str, Any]:
-        """The part of `summary` that looks at no block: for metrics, each second."""
-        return {}
+    def count(self, tenant: str) -> int:
+        """How many there are."""
+        return 0
 
-    def summary(self, state: State) -> dict[str, Any]:
-        """What was learned, for people: counts, and pauses by tool."""
+    def counted(self, state: State) -> dict[str, Any]:
+        """What was learned, and counts, without a look at any block: for metrics, each second."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""An Open carries what a request says, under the names of Tokenized."""
+"""An Open carries the fields of its request, under the names of Tokenized."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def test_rows_get_what_the_adapter_of_their_slot_adds(rows: int, segments: int, 
                 exact[row, begin:end] += low @ b[place - 1, 1, :, begin:end].double()
     before = out.clone()
     adapt(x, out, PlacedMatrices(a, b, scales, bounds), 1, slots, of_slot)
-    error = 1e-5 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(out.double(), exact, rtol=error, atol=4 * error)
+    error = 1e-5 if dtype == torch.float32 else 2**-7  # between the two products, values have this type, too
+    torch.testing.assert_close(out.double(), exact, rtol=error, atol=8 * error)
     for row, place in enumerate(places):
         assert place or out[row].equal(before[row])
     if rows > 1:

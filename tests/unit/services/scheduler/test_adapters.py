@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from support.scheduler.world import World, any_limits
 
 from services.scheduler.adapters import PATIENCE_US
+from services.scheduler.admission import MOST_DEATHS
 from services.scheduler.state.requests import PeerDraining
 from services.scheduler.state.state import Limits
 from shared.messages import AdapterLoad, Sampling
+from shared.telemetry.traces import request_spans
 
 SLOW = Limits(window=1, speculate=0)
 
@@ -233,9 +235,34 @@ def test_any_order_of_events_gives_each_request_the_tokens_of_its_adapter(data: 
             world.deliver_adapter(name)
         elif what == "tick":
             world.tick(data.draw(st.sampled_from([1_000, PATIENCE_US])))
-        elif epochs[name] < 3:
+        elif sum(epochs.values()) < len(epochs) + MOST_DEATHS - 1:  # more would end a request
             world.crash(name)
             epochs[name] += 1
             world.add_engine(name, epoch=epochs[name], adapter_places=places)
     world.finish()
     assert not world.rejected
+
+
+def test_preempted_sequences_come_back_to_their_adapter() -> None:
+    world = World(SLOW)
+    world.add_engine(adapter_places=2, blocks=14, slots=4)
+    for i in range(4):
+        ask(world, f"r{i}", "xyxz"[i], max_tokens=30, slo_class="batch" if i < 2 else "interactive")
+        world.deliver_adapter()
+        world.deliver()
+    world.finish()
+    assert world.scheduler.state.counters.preemptions > 0
+
+
+def test_the_load_of_an_adapter_is_a_span_within_the_queue() -> None:
+    world = World(SLOW)
+    world.add_engine(adapter_places=1)
+    ask(world, "a", "x")
+    world.tick(50)
+    world.deliver_adapter()
+    world.finish()
+    spans = request_spans(world.scheduler.state.ended.by_key["public", "a"].facts)
+    (load,) = [span for span in spans if span.name == "load adapter"]
+    assert load.parent is not None
+    assert spans[load.parent].name == "queue"
+    assert load.attributes["took_us"] == load.end_us - load.start_us == 7

@@ -98,6 +98,9 @@ def _torch(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton's interpreter computes it, with tensors of a CPU"
+)
 @pytest.mark.usefixtures("_torch")
 def test_logits_on_a_gpu_equal_the_merged_model(tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
@@ -145,12 +148,11 @@ def test_places_beside_weights_that_are_not_plain_are_refused(tmp_path: Path) ->
         cuda_model.CudaModel(replace(loaded, kept_in="fp8"), {}, tuning, 1, object())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("dtype", "least"), [("f32", 0.95), ("bf16", 0.4)])  # near ties part bf16
 def test_engine_on_a_gpu_computes_rows_of_adapters_as_the_merged_models(
     dtype: str, least: float, tmp_path: Path
 ) -> None:
-    if not torch.cuda.is_available():
-        return  # the test above has the order of operations
     base = write_small_llama(tmp_path / "base", hidden=256, layers=4)
     folders = [write_adapter(base, tmp_path / f"a{i}", seed=i, size=0.3, rank=4 + i) for i in range(8)]
 

@@ -95,6 +95,28 @@ def _divergence_of(
     return divergence(wanted, full_logprobs(maker.run([Row(0, 0, 61, feeds=(0,))])))
 
 
+@pytest.mark.parametrize("kind", ["mistral-window", "gemma3", "gpt-oss"])
+def test_a_prefix_and_copied_blocks_serve_a_sequence_beyond_the_window(kind: str, tmp_path: Path) -> None:
+    """A prefix hit reads blocks of another sequence; a fork and a restored sequence read copies."""
+    maker, shared = engine(kind, tmp_path), random_tokens(48, 1)
+    texts = {
+        0: shared + random_tokens(9, 2),
+        1: shared + random_tokens(9, 3),
+        2: shared + random_tokens(9, 4),
+    }
+    reference = {slot: reference_logprobs(kind, tokens) for slot, tokens in texts.items()}
+    for slot, tokens in texts.items():
+        maker.open(slot, tokens, GREEDY, logprobs=VOCAB + 1)
+    maker.run([Row(0, 0, 57, feeds=(0,))])
+    maker.set_table(1, [*maker.tables[0][:3], maker.free.pop()])
+    maker.set_table(2, [maker.free.pop() for _ in range(4)])
+    copies = tuple(zip(maker.tables[0][:3], maker.tables[2], strict=False))
+    found = full_logprobs(maker.run([Row(1, 48, 8, feeds=(1,)), Row(2, 48, 8, feeds=(2,))], copies))
+    assert divergence(torch.stack([reference[slot][55] for slot in (1, 2)]), found) < LIMIT
+    found = full_logprobs(maker.run([Row(1, 56, 1, feeds=(1,)), Row(2, 56, 1, feeds=(2,))]))
+    assert divergence(torch.stack([reference[slot][56] for slot in (1, 2)]), found) < LIMIT
+
+
 @pytest.mark.parametrize("chunks", [(61,), (30, 31), (19, 1, 41)])
 def test_gemma3_in_a_gguf_file_equals_transformers(chunks: tuple[int, ...], tmp_path: Path) -> None:
     kind, tokens = "gemma3-six", random_tokens(61, 1)

@@ -4,6 +4,7 @@ What kernels compute is tested with them; that they agree with each other, on a 
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -177,11 +178,15 @@ def test_weights_in_4_bits_have_their_own_product(
 
 
 def test_kernels_of_all_shapes_in_4_bits_are_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape that waited for another one would break the barrier."""
+    """A shape that waited for another one would break the barrier. Both share 16 cores."""
     at_once, built = threading.Barrier(2), list[tuple[int, ...]]()
+    workers = "HUMMING_MAX_PARALLEL_BUILD_WORKERS"
+    monkeypatch.delenv(workers, raising=False)
+    monkeypatch.setattr(cuda_model, "usable_cores", lambda: 16.0)
 
     def prepare(matrix: int4_groups.Int4Groups, experts: int) -> None:
         at_once.wait(60)
+        assert os.environ[workers] == "8"
         built.append(tuple(matrix.shape))
 
     monkeypatch.setattr(cuda_model.int4, "prepare", prepare)
@@ -193,6 +198,7 @@ def test_kernels_of_all_shapes_in_4_bits_are_built_at_once(monkeypatch: pytest.M
     norm = Dense.of(torch.ones(32))
     cuda_model.build_kernels([{"norm": norm, "out": stored(8), "down": stored(16)} for _ in range(3)])
     assert sorted(built) == [(8, 32), (16, 32)]
+    assert workers not in os.environ
 
 
 def test_unsupported_shape_of_the_4_bit_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

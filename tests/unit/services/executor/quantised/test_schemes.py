@@ -186,7 +186,7 @@ def test_sizes_that_the_product_cannot_take_stay_plain() -> None:
     assert found.values.equal(torch.zeros(16, 32))
 
 
-def test_experts_of_gpt_oss_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_in_mxfp4_equal_transformers(tmp_path: Path) -> None:
     config = transformers.GptOssConfig(
         vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_local_experts=3, num_experts_per_tok=2, pad_token_id=0,

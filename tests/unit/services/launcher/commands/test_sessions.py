@@ -39,7 +39,7 @@ def test_the_sessions_of_a_scheduler_are_a_table_with_what_was_learned() -> None
     answer = {"id": "3760bdf5", "data": [RUNS, ROW, BELOW], "count": 38, "summary": SUMMARY}
     assert sessions.draw(answer) == [
         "scheduler.3760bdf5  38 sessions: 9 running, 21 idle, 8 below; 412,000 tokens on the device, "
-        "1,120,000 in L1; 3 kept",
+        "1,120,000 in L1 of the 3 least idle; 3 kept",
         *TABLE,
         "  and 35 more: --json has those that were idle least",
         "  tools learned: read p50 150 ms (1,204), test p50 15 s (240); 3.1 % never returned",

@@ -283,7 +283,7 @@ def test_policy_off_follows_no_session_and_a_change_forgets_all() -> None:
     asked(world, "second", PROMPT, "shell", session=ID)
     assert len(proven(world)) == 1
     world.set_policy("sessions=off")
-    assert world.scheduler.state.sessions.rows(world.scheduler.state) == []
+    assert world.scheduler.state.sessions.rows(world.scheduler.state, "", 9) == []
 
 
 def test_table_of_abandoned_sessions_is_bounded() -> None:

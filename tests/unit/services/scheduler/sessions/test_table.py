@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,3 +146,14 @@ def test_later_session_with_the_same_tip_is_the_one_that_is_found() -> None:
     assert Prefixes(ROOT, ints(range(40)), 10).find(of) == ("2", 9)
     of.remove(two)
     assert of.tips == {}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_sessions_with_one_prompt_end_in_any_order(order: tuple[int, int]) -> None:
+    of = Table()
+    both = begun(of, "1"), begun(of, "2")
+    for session in both:
+        of.set_tips(session, [Tip(3, b"d", b"b")])
+    for number in order:
+        of.remove(both[number])
+    assert (of.tips, of.by_name) == ({}, {})
