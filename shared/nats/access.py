@@ -1,4 +1,4 @@
-"""Logins at the nats-server, and the inboxes that an answer may go to. What each login may do is in permissions.py.
+"""Logins at the nats-server, and inboxes that an answer may go to. permissions.py has what each may do.
 
 A tenant can neither send requests as another tenant nor read another's replies, and no tenant reaches a
 mailbox. A service that only answers requests may publish one message to each reply subject it receives. The

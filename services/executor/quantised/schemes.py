@@ -407,8 +407,8 @@ class ScaledFp8(Stored):
         return replace(self, matrix=Fp8Rows(numbers, scales)) if below else self
 
     def scaled(self, factors: Tensor) -> ScaledFp8:
-        """As Stored has it. With factors of columns the largest one goes into the scales: the numbers can only
-        shrink, and lose bits where they become subnormal."""
+        """As Stored has it. With factors of columns the largest one goes into the scales: the numbers can
+        only shrink, and lose bits where they become subnormal."""
         numbers, scales = self.matrix.numbers, self.matrix.scales
         if factors.dim() == 2:
             return replace(self, matrix=Fp8Rows(numbers, scales * factors[:, 0].float()))
