@@ -26,8 +26,8 @@ NO_ROOM, NOT_BELOW, COMPUTE, RUNS, THERE, DRAINS = (
 
 
 def prefetch(state: State, executor: Executor | None, session: Session) -> tuple[int, str]:
-    """Start to load what the executor lacks of a session. Returns how many blocks, or 0 and why none; 0 and no
-    reason if all of them are on their way."""
+    """Start to load what the executor lacks of a session. Returns how many blocks, or 0 and why none. No
+    reason: all are on their way."""
     if session.running:
         return 0, RUNS
     if executor is None or state.tiers.below(executor.hello, state.now_us) is None:
