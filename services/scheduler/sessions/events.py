@@ -190,6 +190,8 @@ class Sessions(SessionEvents):
         session.idle_since_us = session.touched_us = state.now_us
         self.table.rest(session)
         (self.working if session.tool else self.young)[session.name] = None
+        if session.kept_until_us:
+            verbs.fit(state, self.table, session)  # it has grown
         if request.tokenized.keep_us:
             verbs.keep(state, self.table, session, request.tokenized.keep_us)
 
@@ -272,6 +274,8 @@ class Sessions(SessionEvents):
         warm = kept or (session.is_proven and again_pm >= TOUCH_PM)
         if warm and state.now_us - max(session.touched_us, 0) >= TOUCH_US > state.now_us - self.pressed_us:
             session.touched_us = state.now_us
+            if kept:
+                verbs.fit(state, self.table, session)  # other tenants may have come
             for first in range((session.blocks - 1) // MAX_KEYS * MAX_KEYS, -1, -MAX_KEYS):  # the head last
                 keys = session.keys[first * KEY_BYTES : (first + MAX_KEYS) * KEY_BYTES]
                 _send_below(state, KvTouch(keys=keys))
