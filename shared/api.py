@@ -380,7 +380,7 @@ NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 # Fields of OpenAI, vLLM and llama.cpp's server that change no answer here.
 IGNORED = (
     "metadata", "store", "service_tier", "safety_identifier",
-    "verbosity", "spaces_between_special_tokens",
+    "verbosity", "spaces_between_special_tokens", "kv_hints", "agent_hint",
     "guided_decoding_backend",
     "cache_prompt", "id_slot", "n_keep", "n_discard", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold",

@@ -99,6 +99,8 @@ def test_every_request_has_one_record_after_the_loss_of_every_process(
     assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: REQUESTS}
     texts = [r["answer"]["choices"][0]["text"] for i, r in enumerate(records) if "seed" in simulated(i)[1]]
     assert texts == plain, f"killed after {moment} records"
+    services = json.loads(second.run("status", "--json").stdout)["services"]
+    assert sum(each["measured"]["drafts"]["accepted"] for each in services if each["kind"] == "scheduler") > 0
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,12 @@ from kernels.attention import Scoring, attend_prefill, write_kv
 from kernels.elementwise import apply_rope, rms_norm, swiglu
 from kernels.gemm.gpu import MatmulTuning
 from services.executor.checkpoint.loader import TorchOptions, load
+from services.executor.cuda import engine as cuda_engine
 from services.executor.cuda import model as cuda_model
 from services.executor.cuda import optioned
+from shared.errors import SetupError
 
+EXPERTS = ("gpt-oss", "glm4-moe")
 TOKENS = 40
 BLOCKS = torch.arange(3)
 
@@ -107,20 +110,30 @@ def test_a_product_is_whole_where_its_layout_is_for_a_gate() -> None:
     assert cuda_model._tuned(tuning)(x, weight, whole=True).equal(F.linear(x, weight))
 
 
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_that_no_gpu_computes_are_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_engine, "check_compiler", lambda: None)
+    options = TorchOptions(
+        model_path=save_tiny(kind, tmp_path), model_name=kind, dtype="bf16", device="cpu", blocks=4, slots=1
+    )
+    with pytest.raises(SetupError, match=f"the experts of {kind}.*use device cpu"):
+        cuda_engine.build(options)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("dtype", "limit"), [("f32", 1e-5), ("bf16", 1e-2)])
-@pytest.mark.parametrize("kind", OPTIONED)
+@pytest.mark.parametrize("kind", [kind for kind in OPTIONED if kind not in EXPERTS])
 def test_a_gpu_computes_what_transformers_does(
     kind: str, dtype: str, limit: float, deterministic: bool, tmp_path: Path
 ) -> None:
-    from services.executor.cuda.engine import build
-
     options = TorchOptions(
         model_path=save_tiny(kind, tmp_path), model_name=kind, dtype=dtype, device="cuda", blocks=64, slots=4,
         deterministic=deterministic,
     )  # fmt: skip
-    maker, tokens = PlanMaker(build(options)), random_tokens(61, 1)
+    maker, tokens = PlanMaker(cuda_engine.build(options)), random_tokens(61, 1)
     maker.open(0, tokens, GREEDY, logprobs=VOCAB + 1)
     reference = reference_logprobs(kind, tokens)
     for start, count in ((0, 37), (37, 18), *((at, 1) for at in range(55, 61))):

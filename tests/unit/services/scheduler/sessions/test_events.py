@@ -121,7 +121,7 @@ def test_tenants_with_one_prompt_have_two_sessions() -> None:
     assert sorted((each.tenant, each.turns) for each in proven(world)) == [("a", 1), ("b", 1)]
 
 
-def test_id_is_the_session_whatever_its_prompt() -> None:
+def test_id_names_the_session_under_every_prompt() -> None:
     world = fresh()
     asked(world, "first", PROMPT, "shell", session=ID)
     asked(world, "second", PROMPT[::-1], "shell", session=ID, parent="cd" * 16)
