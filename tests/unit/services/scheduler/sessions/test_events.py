@@ -141,6 +141,19 @@ def test_end_of_a_history_that_the_next_prompt_leaves_out_is_dead() -> None:
     assert sessions_of(world).outcomes.superseded == 1
 
 
+def test_call_beside_the_chain_of_its_session_kills_no_block() -> None:
+    """Agents send the id of a session also with a prompt for its title, which shares a first line at most."""
+    world = fresh(FakeTier(capacity=256))
+    history = asked(world, "first", PROMPT, "shell", session=ID)
+    asked(world, "title", [*PROMPT[:8], *[5] * 60], session=ID)
+    assert held(world, history) == (len(history) - 1) // BLOCK
+    asked(world, "second", [*history, 7, 7], "shell", session=ID)
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    assert closed.usage.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
+    assert sessions_of(world).outcomes.superseded == 0
+
+
 def test_final_request_ends_its_session_on_the_device_and_in_l1() -> None:
     tier = FakeTier(capacity=256)
     world = fresh(tier)
