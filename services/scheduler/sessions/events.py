@@ -71,15 +71,21 @@ class Sessions(SessionEvents):
             head.keyed = keyed
             head.keys = before.first_keys(blocks)
         session = before if not tokenized.session else self.table.by_name.get(tokenized.session)
+        goes_on = (
+            before is not None and not before.running and blocks >= min(t.blocks for t in before.tips[-2:])
+        )
         if tokenized.session and (session is None or session.keyed != keyed):
             if session is not None:
                 self._end(session)
-            session = self._begin(
-                Session(tokenized.session, tokenized.tenant, keyed, tokenized.parent, True, True)
-            )
+            if before is not None and goes_on and not before.has_id:
+                session = self._name(before, request)
+            else:
+                session = self._begin(
+                    Session(tokenized.session, tokenized.tenant, keyed, tokenized.parent, True, True)
+                )
         elif session is None:
             return
-        elif not session.has_id and (session.running or blocks < min(t.blocks for t in session.tips[-2:])):
+        elif not session.has_id and not goes_on:
             self.parents[request.key] = session.name  # a second sample, or a branch of an earlier turn
             return
         self._continue(state, request, session, blocks)
@@ -111,6 +117,14 @@ class Sessions(SessionEvents):
         if session.risen_blocks and state.now_us - session.risen_us > rise.UNUSED_US:
             self.outcomes.wasted += session.risen_blocks
         session.risen_blocks = 0
+
+    def _name(self, session: Session, request: Request) -> Session:
+        """A request names the session that its prompt continues: a chain of responses has a name from its
+        second on."""
+        self._is_not_idle(session)
+        self.table.rename(session, request.tokenized.session)
+        session.has_id, session.parent = True, request.tokenized.parent or session.parent
+        return session
 
     def _begin(self, session: Session) -> Session:
         for over in self.table.add(session):

@@ -129,6 +129,27 @@ def test_id_names_the_session_under_every_prompt() -> None:
     assert (session.name, session.turns, session.has_id) == (ID, 2, True)
 
 
+def test_session_that_gets_an_id_at_its_second_request_goes_on_under_it() -> None:
+    """As a chain of responses does, which has the id of its first one."""
+    tier = FakeTier(capacity=256)
+    world = fresh(tier)
+    history = asked(world, "first", PROMPT, "shell")
+    (session,) = proven(world)
+    history = asked(world, "second", [*history, 7, 7], "shell", session=ID)
+    assert proven(world) == [session]
+    assert (session.name, session.turns, session.has_id) == (ID, 2, True)
+    world.tick(TOOL_LATE_US + 1)
+    asked(world, "third", [*history, 8], "shell", session=ID)
+    learned = sessions_of(world).pauses.names["public", "shell", True]
+    assert (learned.samples, learned.lost) == (2, 0)
+    branch = [*history[:40], *[5] * 40]
+    asked(world, "branch", branch, "shell", session="cd" * 16)
+    assert session.name == ID
+    assert len(proven(world)) == 2
+    verb(world, "release")
+    assert held(world, history) == SHARED_AT - 1  # the first counted key shows what is its own
+
+
 def test_end_of_a_history_that_the_next_prompt_leaves_out_is_dead() -> None:
     world = fresh(FakeTier(capacity=256))
     history = asked(world, "first", PROMPT, "shell", session=ID)
