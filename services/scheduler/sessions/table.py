@@ -176,6 +176,18 @@ class Table:
         if not of.count:
             del self.tenants[session.tenant]
 
+    def rename(self, session: Session, name: str) -> None:
+        """It has another name from now on, and a request of it has come."""
+        tips, of = session.tips, self.tenants[session.tenant]
+        self.set_tips(session, [])
+        self.wake(session)
+        if session.name in of.kept:
+            del of.kept[session.name]
+            of.kept[name] = None
+        self.by_name[name] = self.by_name.pop(session.name)
+        session.name = name
+        self.set_tips(session, tips)
+
     def rest(self, session: Session) -> None:
         """It is idle from now on."""
         of = self.tenants[session.tenant]
