@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from struct import Struct
 
+from services.scheduler.state.state import Chain
 from shared.kv_blocks import KEY_BYTES
 
 MOST_SESSIONS = 4_096
@@ -52,7 +53,8 @@ class Session:
     parent: str = ""
     has_id: bool = False  # the client has named it
     is_proven: bool = False
-    keys: bytes = b""  # of all its blocks, one after another
+    chain: Chain = field(default_factory=Chain)  # of all its blocks
+    last_key: bytes = b""  # of the chain
     tips: list[Tip] = field(default_factory=list)  # the last one last
     running: int = 0  # requests of it that wait or run
     seqs: list[int] = field(default_factory=list)  # the sequences that released its blocks last
@@ -66,6 +68,11 @@ class Session:
     risen_blocks: int = 0  # that came up before a request of it
     risen_us: int = 0  # when
     had_blocks: int = 0  # that the device had of its last prompt
+
+    @property
+    def keys(self) -> bytes:
+        """Of all its blocks, one after another."""
+        return self.chain.keys
 
     @property
     def blocks(self) -> int:
@@ -193,7 +200,7 @@ class Table:
 
     def set_keys(self, session: Session, keys: bytes) -> None:
         """Its blocks are these now."""
-        before, session.keys = session.keys, keys
+        before, session.chain, session.last_key = session.keys, Chain(keys), keys[-KEY_BYTES:]
         self.key_bytes += len(keys) - len(before)
         size = SHARED_AT * KEY_BYTES
         for at in range(size, max(len(keys), len(before)) + 1, size):
