@@ -167,6 +167,8 @@ class Sessions(SessionEvents):
         kept = [t for t in session.tips[-MOST_OLD_TIPS:] if t.blocks <= common and t.blocks not in ends]
         self.table.set_tips(session, [*kept, *(prefixes.tip(blocks) for blocks in ends if blocks)])
         self.table.set_keys(session, b"".join(sequence.keys[:full]))
+        for over in self.table.over_all():
+            self._drop(over)
 
     def on_ended(self, state: State, request: Request) -> None:
         self.parents.pop(request.key, None)

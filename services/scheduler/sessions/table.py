@@ -145,13 +145,16 @@ class Table:
         of = self.tenants.setdefault(session.tenant, TenantSessions())
         self.by_name[session.name] = session
         of.count += 1
-        return list(self._over(of))
+        return [*self._over(of), *self.over_all()]
 
     def _over(self, of: TenantSessions) -> Iterator[Session]:
         most = max(MOST_OF_TENANT, MOST_SESSIONS // len(self.tenants))
         while of.count > most and (session := self._least(of)) is not None:
             self.remove(session)
             yield session
+
+    def over_all(self) -> Iterator[Session]:
+        """Remove sessions until the bounds of all tenants together hold: also after one has grown."""
         while len(self.by_name) > MOST_SESSIONS or self.key_bytes > MOST_KEY_BYTES:
             largest = max(self.tenants.values(), key=lambda each: len(each.guesses) + len(each.idle))
             if (session := self._least(largest)) is None:

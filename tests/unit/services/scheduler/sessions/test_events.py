@@ -12,12 +12,12 @@ from support.scheduler.world import World
 
 from services.scheduler.core import Scheduler
 from services.scheduler.reports import event_log
-from services.scheduler.sessions import events
+from services.scheduler.sessions import events, table
 from services.scheduler.sessions.events import TOOL_LATE_US, Sessions
 from services.scheduler.sessions.pauses import USER
 from services.scheduler.sessions.table import SHARED_AT, Session
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import Arrived, BrokerBack, Event, Send
+from services.scheduler.state.requests import Arrived, BrokerBack, DrainRequested, Event, PeerDraining, Send
 from services.scheduler.state.state import Limits
 from shared.kv_blocks import KEY_BYTES, extend, root_key
 from shared.messages import Cancel, KvForget, SessionAnswer, SessionVerb, ints
@@ -54,11 +54,11 @@ def proven(world: World) -> list[Session]:
     return [session for session in sessions_of(world).table.by_name.values() if session.is_proven]
 
 
-def held(world: World, tokens: list[int], tenant: str = "public") -> int:
+def held(world: World, tokens: list[int], tenant: str = "public", executor: str = "e1") -> int:
     """How many blocks of the tokens the device has, from the first on."""
-    executor, keys = world.scheduler.state.executors["e1"], list[bytes]()
-    extend(keys, root_key(executor.hello.fingerprint, tenant), ints(tokens), BLOCK, len(tokens))
-    return len(executor.pool.match(keys))
+    at, keys = world.scheduler.state.executors[executor], list[bytes]()
+    extend(keys, root_key(at.hello.fingerprint, tenant), ints(tokens), BLOCK, len(tokens))
+    return len(at.pool.match(keys))
 
 
 def verb(world: World, do: str, session: str = ID, tenant: str = "public", **more: Any) -> SessionAnswer:
@@ -302,6 +302,17 @@ def test_table_of_abandoned_sessions_is_bounded() -> None:
     assert len(table.by_name) == len(sessions.young) <= 4_096
 
 
+def test_keys_of_sessions_that_grow_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MOST_KEY_BYTES", 100 * KEY_BYTES)
+    world = fresh()
+    names = [f"{number:032x}" for number in range(4)]
+    for length in (60, 120, 180):  # 15, 30 and 45 blocks
+        for number, name in enumerate(names):
+            asked(world, f"{name}-{length}", [number + 5] * length, "shell", session=name)
+        assert sessions_of(world).table.key_bytes <= 100 * KEY_BYTES
+    assert {session.name for session in proven(world)} == set(names[-2:])
+
+
 def check_chains(world: World) -> None:
     """Each tip is on the chain of its session's keys, and nothing is left of sessions that are over."""
     sessions, state = sessions_of(world), world.scheduler.state
@@ -468,6 +479,43 @@ def test_prefetch_takes_nothing_that_is_wanted_and_shows_why() -> None:
     other = fresh()
     asked(other, "first", PROMPT, "shell", session=ID)
     assert verb(other, "prefetch").why == "not found below"
+
+
+def test_prefetch_that_is_repeated_while_it_comes_loads_each_block_once() -> None:
+    tier = FakeTier(capacity=256)
+    world = fresh(tier)
+    history = below(world, PROMPT)
+    tier.frozen = True
+    for _ in range(3):
+        answer = verb(world, "prefetch")
+        assert (answer.will, answer.why) == ("prefetch", "")
+    blocks = (len(history) - 1) // BLOCK
+    assert world.scheduler.state.executors["e1"].pool.copying_blocks == blocks
+    assert sessions_of(world).outcomes.prefetched == blocks
+    tier.thaw(world.now_us)
+    world.run()
+    assert held(world, history) == blocks
+    world.finish()
+
+
+@pytest.mark.parametrize("end", [DrainRequested(), PeerDraining("executor", "e1")])
+def test_prefetch_starts_no_copy_for_which_a_drain_would_wait(end: Event) -> None:
+    world = fresh(FakeTier(capacity=256))
+    below(world, PROMPT)
+    world.handle(end)
+    assert verb(world, "prefetch").why == "the executor drains"
+    assert world.scheduler.is_idle
+
+
+def test_prefetch_goes_to_the_executor_that_stays() -> None:
+    world = fresh(FakeTier(capacity=256))
+    history = below(world, PROMPT)
+    world.add_engine("e2", blocks=256, max_context=512, slots=8, block_tokens=BLOCK)
+    world.handle(PeerDraining("executor", "e1"))
+    assert verb(world, "prefetch").will == "prefetch"
+    world.run()
+    assert held(world, history, executor="e2") == (len(history) - 1) // BLOCK
+    world.finish()
 
 
 def test_prefetch_that_no_request_uses_is_wasted() -> None:
