@@ -68,6 +68,10 @@ class Session:
     risen_blocks: int = 0  # that came up before a request of it
     risen_us: int = 0  # when
     had_blocks: int = 0  # that the device had of its last prompt
+    came_us: int = 0  # when its last request came
+    paused_us: int = 0  # the sum of its pauses
+    parent_turns: int = 0  # of the chain that it has left, when it left
+    is_left: bool = False  # a branch of it has gone on instead
 
     @property
     def keys(self) -> bytes:
@@ -101,7 +105,7 @@ class Outcomes:
 
     released: int = 0
     superseded: int = 0
-    over: int = 0  # ended, since they hardly ever return
+    over: int = 0  # ended, since they hardly ever return, or their parents went on
     dead_blocks: int = 0
     prefetched: int = 0  # blocks
     wasted: int = 0  # of these, those that no request has used
