@@ -75,7 +75,7 @@ class Session:
 
     @property
     def keys(self) -> bytes:
-        """Of all its blocks, one after another."""
+        """The keys of all its blocks, one after another."""
         return self.chain.keys
 
     @property
