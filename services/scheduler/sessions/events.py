@@ -36,6 +36,7 @@ MOST_OLD_TIPS = 2  # of the turn before the last one
 DROPPED_AT_ONCE = 512  # dead blocks that are forgotten at each event
 LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how many
 TOUCH_US = 10_000_000  # between two moves of a session's blocks to the warm end of L1
+BESIDE = 4  # a prompt of which less than 1 / BESIDE is the session's: a title, say. The chain may go on
 TOUCH_PM = 500  # for a session that is so likely to return
 BRANCH_TURNS, LEFT_SHARE = 2, 10  # after so many turns of a branch the old one has this part of its chance
 LEFT_PAUSES, LEFT_US = 10, 1_000_000  # a sub-agent idle for so many of its pauses, and so long, may be over
@@ -76,19 +77,22 @@ class Sessions(SessionEvents):
             head.keyed = keyed
             head.keys = before.first_keys(blocks)
         session = before if not tokenized.session else self.table.by_name.get(tokenized.session)
+        goes_on = (
+            before is not None and not before.running and blocks >= min(t.blocks for t in before.tips[-2:])
+        )
         if tokenized.session and (session is None or session.keyed != keyed):
             if session is not None:
                 self._end(session)
-            session = self._begin(
-                Session(tokenized.session, tokenized.tenant, keyed, tokenized.parent, True, True)
-            )
+            if before is not None and goes_on and not before.has_id:
+                session = self._name(before, request)
+            else:
+                session = self._begin(
+                    Session(tokenized.session, tokenized.tenant, keyed, tokenized.parent, True, True)
+                )
         elif session is None:
             return
-        elif not session.has_id and (session.running or blocks < min(t.blocks for t in session.tips[-2:])):
-            self.parents[request.key] = (
-                session.name,
-                session.turns,
-            )  # a second sample, or a branch of an earlier turn
+        elif not session.has_id and not goes_on:  # a second sample, or a branch of an earlier turn
+            self.parents[request.key] = session.name, session.turns
             return
         self._continue(state, request, session, blocks)
 
@@ -122,6 +126,14 @@ class Sessions(SessionEvents):
             self.outcomes.wasted += session.risen_blocks
         session.risen_blocks = 0
 
+    def _name(self, session: Session, request: Request) -> Session:
+        """A request names the session that its prompt continues: a chain of responses has a name from its
+        second on."""
+        self._is_not_idle(session)
+        self.table.rename(session, request.tokenized.session)
+        session.has_id, session.parent = True, request.tokenized.parent or session.parent
+        return session
+
     def _begin(self, session: Session) -> Session:
         for over in self.table.add(session):
             self._drop(over)
@@ -137,6 +149,8 @@ class Sessions(SessionEvents):
         if session.keyed != sequence.keyed:
             return  # another kind of executor
         common = session.common_blocks(sequence.keys)
+        if BESIDE * common < len(sequence.keys):
+            return
         if common < session.blocks and (count := self._bury(session, common)):
             self.outcomes.superseded += 1
             why = "the new prompt has left out the end of the one before"
@@ -151,7 +165,7 @@ class Sessions(SessionEvents):
         full = min(min(sequence.computed, len(sequence.tokens) - 1) // size, len(sequence.keys))
         session = self.of_request.get(request.key)
         if session is None:
-            parent, parent_turns = self.parents.pop(request.key, ("", 0))
+            parent, parent_turns = self.parents.pop(request.key, ("", -1))
             if not full or (request.tokenized.slo_class == "batch" and not parent):
                 return
             digest = Prefixes(sequence.keyed, sequence.tokens, full).tip(full).digest
@@ -191,7 +205,7 @@ class Sessions(SessionEvents):
         session.turns += 1
         if session.turns > 1:
             self._count_return(session, request.sequences[0])
-        if session.turns == BRANCH_TURNS and not session.has_id:
+        if session.turns == BRANCH_TURNS:
             self._leave(session)
         if session.running:
             return
@@ -204,8 +218,10 @@ class Sessions(SessionEvents):
         session.idle_since_us = session.touched_us = state.now_us
         self.table.rest(session)
         (self.working if session.tool else self.young)[session.name] = None
-        if session.parent and session.has_id and not session.tool:
+        if request.tokenized.parent and not session.tool:
             self.answered[session.name] = None
+        if session.kept_until_us:
+            verbs.fit(state, self.table, session)  # it has grown
         if request.tokenized.keep_us:
             verbs.keep(state, self.table, session, request.tokenized.keep_us)
 
@@ -313,6 +329,8 @@ class Sessions(SessionEvents):
         warm = kept or (session.is_proven and again_pm >= TOUCH_PM)
         if warm and state.now_us - max(session.touched_us, 0) >= TOUCH_US > state.now_us - self.pressed_us:
             session.touched_us = state.now_us
+            if kept:
+                verbs.fit(state, self.table, session)  # other tenants may have come
             for first in range((session.blocks - 1) // MAX_KEYS * MAX_KEYS, -1, -MAX_KEYS):  # the head last
                 keys = session.keys[first * KEY_BYTES : (first + MAX_KEYS) * KEY_BYTES]
                 _send_below(state, KvTouch(keys=keys))

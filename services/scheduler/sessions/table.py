@@ -70,7 +70,7 @@ class Session:
     had_blocks: int = 0  # that the device had of its last prompt
     came_us: int = 0  # when its last request came
     paused_us: int = 0  # the sum of its pauses
-    parent_turns: int = 0  # of the chain that it has left, when it left
+    parent_turns: int = -1  # of the chain that it has left, when it left; -1: it has left none
     is_left: bool = False  # a branch of it has gone on instead
 
     @property
@@ -186,6 +186,18 @@ class Table:
         of.count -= 1
         if not of.count:
             del self.tenants[session.tenant]
+
+    def rename(self, session: Session, name: str) -> None:
+        """It has another name from now on, and a request of it has come."""
+        tips, of = session.tips, self.tenants[session.tenant]
+        self.set_tips(session, [])
+        self.wake(session)
+        if session.name in of.kept:
+            del of.kept[session.name]
+            of.kept[name] = None
+        self.by_name[name] = self.by_name.pop(session.name)
+        session.name = name
+        self.set_tips(session, tips)
 
     def rest(self, session: Session) -> None:
         """It is idle from now on."""

@@ -20,7 +20,7 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Arrived, BrokerBack, DrainRequested, Event, PeerDraining, Send
 from services.scheduler.state.state import Limits
 from shared.kv_blocks import KEY_BYTES, extend, root_key
-from shared.messages import Cancel, KvForget, SessionAnswer, SessionVerb, ints
+from shared.messages import Cancel, KvForget, KvGone, SessionAnswer, SessionVerb, ints
 
 ID = "ab" * 16
 BLOCK = 4
@@ -129,6 +129,27 @@ def test_id_names_the_session_under_every_prompt() -> None:
     assert (session.name, session.turns, session.has_id) == (ID, 2, True)
 
 
+def test_session_that_gets_an_id_at_its_second_request_goes_on_under_it() -> None:
+    """As a chain of responses does, which has the id of its first one."""
+    tier = FakeTier(capacity=256)
+    world = fresh(tier)
+    history = asked(world, "first", PROMPT, "shell")
+    (session,) = proven(world)
+    history = asked(world, "second", [*history, 7, 7], "shell", session=ID)
+    assert proven(world) == [session]
+    assert (session.name, session.turns, session.has_id) == (ID, 2, True)
+    world.tick(TOOL_LATE_US + 1)
+    asked(world, "third", [*history, 8], "shell", session=ID)
+    learned = sessions_of(world).pauses.names["public", "shell", True]
+    assert (learned.samples, learned.lost) == (2, 0)
+    branch = [*history[:40], *[5] * 40]
+    asked(world, "branch", branch, "shell", session="cd" * 16)
+    assert session.name == ID
+    assert len(proven(world)) == 2
+    verb(world, "release")
+    assert held(world, history) == SHARED_AT - 1  # the first counted key shows what is its own
+
+
 def test_end_of_a_history_that_the_next_prompt_leaves_out_is_dead() -> None:
     world = fresh(FakeTier(capacity=256))
     history = asked(world, "first", PROMPT, "shell", session=ID)
@@ -139,6 +160,19 @@ def test_end_of_a_history_that_the_next_prompt_leaves_out_is_dead() -> None:
     assert "superseded" in [each.what for each in closed.decisions]
     assert held(world, history) == SHARED_AT - 1  # the first counted key shows what is its own
     assert sessions_of(world).outcomes.superseded == 1
+
+
+def test_call_beside_the_chain_of_its_session_kills_no_block() -> None:
+    """Agents send the id of a session also with a prompt for its title, which shares a first line at most."""
+    world = fresh(FakeTier(capacity=256))
+    history = asked(world, "first", PROMPT, "shell", session=ID)
+    asked(world, "title", [*PROMPT[:8], *[5] * 60], session=ID)
+    assert held(world, history) == (len(history) - 1) // BLOCK
+    asked(world, "second", [*history, 7, 7], "shell", session=ID)
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    assert closed.usage.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
+    assert sessions_of(world).outcomes.superseded == 0
 
 
 def test_final_request_ends_its_session_on_the_device_and_in_l1() -> None:
@@ -220,6 +254,55 @@ def test_tenant_keeps_an_equal_part_and_its_first_keeps_go_first() -> None:
     asked(world, "more", [20] * 100, "shell", tenant="third", session="aa" * 16)
     answer = verb(world, "keep", "ff" * 16, keep_us=10**9)
     assert (answer.will, answer.why) == ("nothing", "over the tenant's share")  # 85 blocks
+
+
+def kept(world: World, names: list[str]) -> list[str]:
+    return [name for name in names if verb(world, "state", name).kept_us]
+
+
+def test_kept_sessions_that_grow_stay_within_the_part_of_their_tenant() -> None:
+    world = fresh()
+    names = [f"{number:032x}" for number in range(3)]
+    asked(world, "other", [20] * 60, "shell", tenant="other", session=ID)  # a part has 128 blocks
+    for number, name in enumerate(names):
+        asked(world, name, [number + 5] * 160, "shell", session=name)
+        assert verb(world, "keep", name, keep_us=10**9).will == "keep"
+    assert kept(world, names) == names  # 41 blocks each
+    asked(world, "grown", [7] * 200, "shell", session=names[2])
+    assert kept(world, names) == names[1:]
+    asked(world, "huge", [7] * 500, "shell", session=names[2])
+    asked(world, "third", [21] * 60, "shell", tenant="third", session="aa" * 16)
+    assert verb(world, "keep", names[2], keep_us=10**9).will == "nothing"  # 126 blocks of 85
+    assert kept(world, names) == []
+
+
+def test_session_whose_time_is_over_takes_no_part_from_one_that_is_kept() -> None:
+    world = fresh()
+    names = [f"{number:032x}" for number in range(4)]
+    asked(world, "other", [20] * 60, "shell", tenant="other", session=ID)  # a part has 128 blocks
+    for number, name in enumerate(names):
+        asked(world, name, [number + 5] * 160, "shell", session=name)
+    for name, keep_us in zip(names[:3], (10**9, 1_000_000, 10**9), strict=True):
+        verb(world, "keep", name, keep_us=keep_us)
+    world.tick(2_000_000)
+    assert verb(world, "keep", names[3], keep_us=10**9).will == "keep"
+    assert kept(world, names) == [names[0], names[2], names[3]]
+
+
+def test_tenant_that_was_alone_keeps_its_part_alone_once_another_comes() -> None:
+    """Where L1 evicts: else a kept session takes nothing from others."""
+    world = fresh(FakeTier(capacity=256))
+    names = [f"{number:032x}" for number in range(6)]
+    for number, name in enumerate(names):
+        asked(world, name, [number + 5] * 160, "shell", session=name)
+        verb(world, "keep", name, keep_us=10**9)
+    world.tick(TOOL_LATE_US + 1)
+    asked(world, "other", [20] * 60, "shell", tenant="other", session=ID)
+    assert kept(world, names) == names
+    world.handle(Arrived("kv_offload.k1", KvGone(keys=b"")))
+    for _ in range(10):
+        world.tick(events.LOOK_US)
+    assert len(kept(world, names)) == 3  # 256 blocks / 2 tenants / 41 each
 
 
 def test_pause_across_a_lost_broker_teaches_nothing() -> None:
