@@ -17,7 +17,7 @@ from shared.answer_formats.formats import chosen, markers_of
 from shared.answer_formats.parser import AnswerParser, called_functions, can_reason, reasoning_tokens
 from shared.codec import MAX_CALL_CHARS, MAX_CALLS
 from shared.errors import EngineError
-from shared.messages import Open, Tokens
+from shared.messages import Open, PromptTokens, Tokens
 from shared.vocab.vocabulary import Vocabulary
 
 
@@ -386,7 +386,7 @@ def _finder_of(opened: Open) -> StopFinder | ContentStops:
 class ScoreReader:
     """Walks the logprob columns of one Tokens message, row by row."""
 
-    step: Tokens
+    step: Tokens | PromptTokens
     _at: int = field(default=0)  # in ids
     _top: int = field(default=0)  # in top_ids
 
@@ -424,6 +424,21 @@ class LogprobShape:
     def anew(self) -> LogprobShape:
         """The same shape for a reader that has nothing yet."""
         return LogprobShape(self._vocabulary, self._chat)
+
+    def prompt(self, scores: Sequence[Score], ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """The log probabilities of a prompt in vLLM's form: by token id, the token itself first. Of the first
+        token, which follows none, they are null."""
+        entries = []
+        for score, rank in zip(scores, ranks, strict=True):
+            entry = {str(score.token): self._ranked(score.token, score.logprob, rank)}
+            for nth, (token, value) in enumerate(score.alternatives):
+                entry.setdefault(str(token), self._ranked(token, value, nth + 1))
+            entries.append(entry)
+        return entries
+
+    def _ranked(self, token: int, value: float, rank: int) -> dict[str, Any]:
+        text = self._vocabulary.token_text(token)
+        return {"logprob": _rounded(value) if rank else None, "rank": rank or None, "decoded_token": text}
 
     def body(self, scores: list[Score]) -> dict[str, Any]:
         """`logprobs` of the tokens that follow those of the previous call."""

@@ -365,6 +365,8 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         stop=tuple(request.stop),
         stop_ids=ints(_stop_ids(request, model.vocabulary)),
         logprobs=_logprobs(request),
+        prompt_logprobs=request.prompt_logprobs is not False,
+        prompt_alternatives=int(request.prompt_logprobs),
         include_stop=request.include_stop_str_in_output,
         include_usage=request.stream_options.include_usage,
         processors=_processors(request, model),
