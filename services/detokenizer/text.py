@@ -186,8 +186,8 @@ class SequenceStream:
         return reasoning_tokens(self._format, self.ids[:final], self._decoder.table)
 
     def calls(self, final: int) -> tuple[str, ...]:
-        """The functions that the answer of `final` tokens calls, as many and as much of each as Ended has. Half
-        of a surrogate pair, which a model can write as an escape and no message holds, becomes `?`."""
+        """The functions that the answer of `final` tokens calls, as many and as much of each as Ended has.
+        Half of a surrogate pair, which a model can write as an escape and no message holds, becomes `?`."""
         names = called_functions(self._format, self.ids[:final], self._decoder.table)
         cut = [name[:MAX_CALL_CHARS] for name in names[:MAX_CALLS]]
         return tuple(name.encode("utf-8", "replace").decode() for name in cut)
