@@ -164,7 +164,7 @@ async def test_impossible_alias_is_refused(two: Two) -> None:
     await two.set("chat", big=1)
     with pytest.raises(BadRequest, match="'new' is a name of model 'new'"):
         await two.set("new", big=1)
-    with pytest.raises(BadRequest, match="'chat' is an alias: name the models"):
+    with pytest.raises(BadRequest, match="'chat' is an alias or an adapter: name the models"):
         await two.set("code", chat=1)
     with pytest.raises(BadRequest, match="'code' is an alias"):
         await two.set("code", code=1)

@@ -77,8 +77,8 @@ def counted(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcome
 
 
 def places(state: State, session: Session) -> tuple[Executor | None, int, int]:
-    """The executor with most of its blocks, how many, and how many a tier below it holds. Of equal ones, one
-    that drains is the last."""
+    """The executor with most of its blocks, how many, and how many a tier below it holds. An executor
+    that drains is chosen last among equal ones."""
     ends = [*range(SHARED_AT - 1, session.blocks, SHARED_AT)]
     ends += [session.blocks - 1] if session.blocks % SHARED_AT else []
     keys, best = [session.key(at) for at in ends], (-1, 0)

@@ -38,7 +38,7 @@ def prefetch(state: State, executor: Executor | None, session: Session) -> tuple
         return 0, THERE
     if state.draining or executor.draining:
         return 0, DRAINS  # the end would wait for a copy of no use
-    coming = {key for job in state.tiers.jobs.values() if _rises_at(executor, job) for key in job.keys}
+    coming = {key for job in state.tiers.jobs.values() if _is_rise_at(executor, job) for key in job.keys}
     missing = [key for key in missing if key not in coming]
     if not missing:
         return 0, ""
@@ -57,5 +57,5 @@ def prefetch(state: State, executor: Executor | None, session: Session) -> tuple
     return len(missing), ""
 
 
-def _rises_at(executor: Executor, job: Job) -> bool:
+def _is_rise_at(executor: Executor, job: Job) -> bool:
     return job.is_rise and job.executor == executor.hello.executor
