@@ -35,7 +35,7 @@ MOST_OLD_TIPS = 2  # of the turn before the last one
 DROPPED_AT_ONCE = 512  # dead blocks that are forgotten at each event
 LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how many
 TOUCH_US = 10_000_000  # between two moves of a session's blocks to the warm end of L1
-BESIDE = 4  # a prompt of which less than 1 / BESIDE is the session's is beside its chain: the question for a title
+BESIDE = 4  # a prompt of which less than 1 / BESIDE is the session's is beside its chain, as for a title
 TOUCH_PM = 500  # for a session that is so likely to return
 
 
