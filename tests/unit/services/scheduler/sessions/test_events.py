@@ -669,8 +669,13 @@ def test_prefetch_whose_copy_ran_while_a_step_failed_fills_no_block(copies: bool
     while copies and not world.copies["e1"]:
         assert world.deliver_tier()
     lost = world.results["e1"].popleft()
-    nothing = {"ids": ints([-1] * len(lost.ids)), "done": ints([0] * len(lost.ids))}
-    failed = StepResult(exec_epoch=lost.exec_epoch, step=lost.step, error="boom", **nothing)
+    failed = StepResult(
+        exec_epoch=lost.exec_epoch,
+        step=lost.step,
+        ids=ints([-1] * len(lost.ids)),
+        done=ints([0] * len(lost.ids)),
+        error="boom",
+    )
     world.handle(Arrived("executor.e1", failed))
     del world.asked["fails"]
     world.run()
