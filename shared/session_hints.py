@@ -131,7 +131,7 @@ _MEMBERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # of nvext.agent_
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # a number by its type
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
 
 
 @with_config(ConfigDict(extra="ignore"))

@@ -387,7 +387,8 @@ def _adapter(
     """The fields of the adapter to which a request was sent, or whose name its body has; none without one.
     Raises UnknownModel for one that was removed, and Unavailable for one that this tokenizer lacks."""
     name = subjects.untoken(submission.alias) if submission.adapted and submission.alias else request.model
-    files = None if name is None else model.adapter_of(name, submission.tenant)
+    is_model = name in model.names and not submission.adapted  # it may have the name of a removed adapter
+    files = None if name is None or is_model else model.adapter_of(name, submission.tenant)
     if files is None:
         if submission.adapted:
             raise errors.Unavailable(

@@ -573,7 +573,7 @@ class _Reader:
                 kept.pop(bound, None)
                 self._bound(kept, {**schema, name: schema[bound]}, name, path)
             return
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) is not int and not (type(value) is float and math.isfinite(value)):
             raise self._refused(path, "is not a number")
         if name == "multipleOf":
             if value <= 0:
@@ -591,7 +591,7 @@ class _Reader:
         kept[name] = value
 
     def _size(self, value: Any, path: str) -> int:
-        if type(value) not in (int, float) or value != int(value) or not 0 <= value < MOST_BOUND:
+        if type(value) not in (int, float) or not 0 <= value < MOST_BOUND or value != int(value):
             raise self._refused(path, "is not a number from 0")
         return int(value)
 

@@ -24,6 +24,7 @@ from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
 from services.scheduler import lifecycle, load_shedding
+from services.scheduler.sessions import pauses, table
 from services.scheduler.state import block_pool, counters, requests, state
 from services.tokenizer import prepare
 from shared.actor import mailbox
@@ -34,7 +35,8 @@ SAMPLES = 40
 FULL_EARLY = (
     (requests, "MAX_ENDED"), (counters, "MAX_KEPT"), (block_pool, "MOST_LOST"), (mailbox, "HISTORY"),
     (state, "MAX_DROPPED"), (state, "MAX_MOVED"), (prepare, "MAX_CANCELS"), (lifecycle, "MAX_TOMBSTONES"),
-    (load_shedding, "MAX_REFUSED"),
+    (load_shedding, "MAX_REFUSED"), (table, "MOST_SESSIONS"), (table, "MOST_OF_TENANT"), (table, "MOST_SEEN"),
+    (pauses, "MOST_NAMES"),
 )  # fmt: skip
 DYING = (("executor", "h"), ("detokenizer", "h"), ("kv_offload", "other"))
 

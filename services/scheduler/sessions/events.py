@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from services.scheduler import prefix_cache
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
 from services.scheduler.sessions import report, rise, verbs
 from services.scheduler.sessions.match import Prefixes
-from services.scheduler.sessions.pauses import LearnedPauses
+from services.scheduler.sessions.pauses import USER, LearnedPauses
 from services.scheduler.sessions.table import Outcomes, Session, Table
 from services.scheduler.state.policies import PauseView
 from services.scheduler.state.requests import Request, Sequence
@@ -35,7 +36,10 @@ MOST_OLD_TIPS = 2  # of the turn before the last one
 DROPPED_AT_ONCE = 512  # dead blocks that are forgotten at each event
 LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how many
 TOUCH_US = 10_000_000  # between two moves of a session's blocks to the warm end of L1
+BESIDE = 4  # a prompt of which less than 1 / BESIDE is the session's, as a title is. The chain may go on
 TOUCH_PM = 500  # for a session that is so likely to return
+BRANCH_TURNS, LEFT_SHARE = 2, 10  # after so many turns of a branch the old one has this part of its chance
+LEFT_PAUSES, LEFT_US = 10, 1_000_000  # a sub-agent idle for so many of its pauses, and so long, may be over
 
 
 @dataclass(slots=True)
@@ -46,10 +50,13 @@ class Sessions(SessionEvents):
     table: Table = field(default_factory=Table)
     pauses: LearnedPauses = field(default_factory=LearnedPauses)
     of_request: dict[tuple[str, str], Session] = field(default_factory=dict)
-    parents: dict[tuple[str, str], str] = field(default_factory=dict)  # of requests that leave a chain
+    parents: dict[tuple[str, str], tuple[str, int]] = field(
+        default_factory=dict
+    )  # chain that a request leaves
     young: OrderedDict[str, None] = field(default_factory=OrderedDict)  # idle and not late, oldest first
     working: OrderedDict[str, None] = field(default_factory=OrderedDict)  # likewise, while a tool runs
     late: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the others, the next to look at first
+    answered: OrderedDict[str, None] = field(default_factory=OrderedDict)  # idle sub-agents, likewise
     dead: deque[bytes] = field(default_factory=deque)  # keys to forget
     look_us: int = 0  # when late ones are looked at next
     cut_us: int = 0  # pauses that began before teach nothing
@@ -70,16 +77,22 @@ class Sessions(SessionEvents):
             head.keyed = keyed
             head.keys = before.first_keys(blocks)
         session = before if not tokenized.session else self.table.by_name.get(tokenized.session)
+        goes_on = (
+            before is not None and not before.running and blocks >= min(t.blocks for t in before.tips[-2:])
+        )
         if tokenized.session and (session is None or session.keyed != keyed):
             if session is not None:
                 self._end(session)
-            session = self._begin(
-                Session(tokenized.session, tokenized.tenant, keyed, tokenized.parent, True, True)
-            )
+            if before is not None and goes_on and not before.has_id:
+                session = self._name(before, request)
+            else:
+                session = self._begin(
+                    Session(tokenized.session, tokenized.tenant, keyed, tokenized.parent, True, True)
+                )
         elif session is None:
             return
-        elif not session.has_id and (session.running or blocks < min(t.blocks for t in session.tips[-2:])):
-            self.parents[request.key] = session.name  # a second sample, or a branch of an earlier turn
+        elif not session.has_id and not goes_on:  # a second sample, or a branch of an earlier turn
+            self.parents[request.key] = session.name, session.turns
             return
         self._continue(state, request, session, blocks)
 
@@ -87,6 +100,8 @@ class Sessions(SessionEvents):
         """A request of a session has come: its pause is over."""
         paused_us = state.now_us - session.idle_since_us if session.turns else 0
         self._is_not_idle(session)
+        session.came_us, session.is_left = state.now_us, False
+        session.paused_us += paused_us
         self._count_rise(state, session)
         if session.turns and not session.running and session.idle_since_us > self.cut_us:
             self.pauses.add(session.tenant, session.tool, paused_us, was_lost=session.is_late)
@@ -111,6 +126,14 @@ class Sessions(SessionEvents):
             self.outcomes.wasted += session.risen_blocks
         session.risen_blocks = 0
 
+    def _name(self, session: Session, request: Request) -> Session:
+        """A request names the session that its prompt continues: a chain of responses has a name from its
+        second on."""
+        self._is_not_idle(session)
+        self.table.rename(session, request.tokenized.session)
+        session.has_id, session.parent = True, request.tokenized.parent or session.parent
+        return session
+
     def _begin(self, session: Session) -> Session:
         for over in self.table.add(session):
             self._drop(over)
@@ -126,6 +149,8 @@ class Sessions(SessionEvents):
         if session.keyed != sequence.keyed:
             return  # another kind of executor
         common = session.common_blocks(sequence.keys)
+        if BESIDE * common < len(sequence.keys):
+            return
         if common < session.blocks and (count := self._bury(session, common)):
             self.outcomes.superseded += 1
             why = "the new prompt has left out the end of the one before"
@@ -140,7 +165,7 @@ class Sessions(SessionEvents):
         full = min(min(sequence.computed, len(sequence.tokens) - 1) // size, len(sequence.keys))
         session = self.of_request.get(request.key)
         if session is None:
-            parent = self.parents.pop(request.key, "")
+            parent, parent_turns = self.parents.pop(request.key, ("", -1))
             if not full or (request.tokenized.slo_class == "batch" and not parent):
                 return
             digest = Prefixes(sequence.keyed, sequence.tokens, full).tip(full).digest
@@ -148,6 +173,7 @@ class Sessions(SessionEvents):
             session = self._begin(
                 Session(name, sequence.tenant, sequence.keyed, parent, is_proven=bool(parent), running=1)
             )
+            session.parent_turns = parent_turns
             self.of_request[request.key] = session
         if session.keyed != sequence.keyed:
             return  # another kind of executor has computed it
@@ -167,6 +193,8 @@ class Sessions(SessionEvents):
         kept = [t for t in session.tips[-MOST_OLD_TIPS:] if t.blocks <= common and t.blocks not in ends]
         self.table.set_tips(session, [*kept, *(prefixes.tip(blocks) for blocks in ends if blocks)])
         self.table.set_keys(session, b"".join(sequence.keys[:full]))
+        for over in self.table.over_all():
+            self._drop(over)
 
     def on_ended(self, state: State, request: Request) -> None:
         self.parents.pop(request.key, None)
@@ -177,6 +205,8 @@ class Sessions(SessionEvents):
         session.turns += 1
         if session.turns > 1:
             self._count_return(session, request.sequences[0])
+        if session.turns == BRANCH_TURNS:
+            self._leave(session)
         if session.running:
             return
         if session.is_final:
@@ -188,8 +218,18 @@ class Sessions(SessionEvents):
         session.idle_since_us = session.touched_us = state.now_us
         self.table.rest(session)
         (self.working if session.tool else self.young)[session.name] = None
+        if request.tokenized.parent and not session.tool:
+            self.answered[session.name] = None
+        if session.kept_until_us:
+            verbs.fit(state, self.table, session)  # it has grown
         if request.tokenized.keep_us:
             verbs.keep(state, self.table, session, request.tokenized.keep_us)
+
+    def _leave(self, branch: Session) -> None:
+        """The chain that the branch has left is unlikely to go on if it has had no turn since."""
+        parent = self.table.by_name.get(branch.parent)
+        if parent is not None and not parent.running and parent.turns == branch.parent_turns:
+            parent.is_left = True
 
     def _count_return(self, session: Session, head: Sequence) -> None:
         """Count where most of a prompt came from."""
@@ -224,6 +264,7 @@ class Sessions(SessionEvents):
         self.young.pop(session.name, None)
         self.working.pop(session.name, None)
         self.late.pop(session.name, None)
+        self.answered.pop(session.name, None)
 
     def _bury(self, session: Session, common: int) -> int:
         """Its blocks from `common` on that are in no other session are dead. Returns how many."""
@@ -246,10 +287,15 @@ class Sessions(SessionEvents):
                     break
                 del idle[session.name]
                 self._lose(session)
-        if self.late and state.now_us >= self.look_us:
+        if (self.late or self.answered) and state.now_us >= self.look_us:
             self.look_us = state.now_us + LOOK_US
             for _ in range(min(LOOKED_AT, len(self.late))):
                 self._look_at(state, self.table.by_name[self.late.popitem(last=False)[0]])
+            for name in list(islice(self.answered, LOOKED_AT)):
+                self.answered.move_to_end(name)
+                if self._is_used_up(state, self.table.by_name[name]):
+                    self.outcomes.over += 1
+                    self.end(self.table.by_name[name])
 
     def _lose(self, session: Session) -> None:
         """It has not returned so far."""
@@ -257,6 +303,19 @@ class Sessions(SessionEvents):
         session.is_late = True
         if session.idle_since_us > self.cut_us:
             self.pauses.lose(session.tenant, session.tool)
+
+    def _is_used_up(self, state: State, session: Session) -> bool:
+        """The parent came back with the answer of a sub-agent, which has been idle for long by its own pauses
+        before. One that runs a tool may go on beside its parent."""
+        parent = self.table.by_name.get(session.parent)
+        if parent is None or parent.tenant != session.tenant or parent.came_us <= session.idle_since_us:
+            return False
+        pauses = session.turns - 1
+        usual_us = (
+            session.paused_us // pauses if pauses else self.pauses.quantile_us(session.tenant, USER, 500)
+        )
+        long_us = max(LEFT_PAUSES * usual_us, LEFT_US)
+        return state.now_us - session.idle_since_us >= long_us and session.kept_until_us <= state.now_us
 
     def _look_at(self, state: State, session: Session) -> None:
         """End a late session that hardly ever returns; keep the blocks of one that does warm in L1."""
@@ -270,6 +329,8 @@ class Sessions(SessionEvents):
         warm = kept or (session.is_proven and again_pm >= TOUCH_PM)
         if warm and state.now_us - max(session.touched_us, 0) >= TOUCH_US > state.now_us - self.pressed_us:
             session.touched_us = state.now_us
+            if kept:
+                verbs.fit(state, self.table, session)  # other tenants may have come
             for first in range((session.blocks - 1) // MAX_KEYS * MAX_KEYS, -1, -MAX_KEYS):  # the head last
                 keys = session.keys[first * KEY_BYTES : (first + MAX_KEYS) * KEY_BYTES]
                 _send_below(state, KvTouch(keys=keys))
@@ -305,7 +366,8 @@ class Sessions(SessionEvents):
         idle_us = state.now_us - session.idle_since_us
         of = session.tenant, session.tool
         view = PauseView(idle_us, self.pauses.returns_pm(*of), self.pauses.lasts_pm(*of, idle_us))
-        return int(state.limits.policy.function("sessions")(view))
+        again_pm = int(state.limits.policy.function("sessions")(view))
+        return again_pm // LEFT_SHARE if session.is_left else again_pm
 
     def on_cut(self, state: State) -> None:
         self.cut_us = state.now_us

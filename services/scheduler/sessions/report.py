@@ -77,12 +77,13 @@ def counted(state: State, table: Table, pauses: LearnedPauses, outcomes: Outcome
 
 
 def places(state: State, session: Session) -> tuple[Executor | None, int, int]:
-    """The executor with most of its blocks, how many, and how many a tier below it holds."""
+    """The executor with most of its blocks, how many, and how many a tier below it holds. An executor
+    that drains is chosen last among equal ones."""
     ends = [*range(SHARED_AT - 1, session.blocks, SHARED_AT)]
     ends += [session.blocks - 1] if session.blocks % SHARED_AT else []
     keys, best = [session.key(at) for at in ends], (-1, 0)
     found: Executor | None = None
-    for executor in state.executors.values():
+    for executor in sorted(state.executors.values(), key=lambda each: each.draining):
         pool, held, below = executor.pool, 0, 0
         has_tier = state.tiers.below(executor.hello, state.now_us) is not None
         for at, key in enumerate(keys):

@@ -11,6 +11,8 @@ it likes. The sessions that it kept first lose their rank.
 
 from __future__ import annotations
 
+from math import inf
+
 from services.scheduler.sessions.table import Session, Table
 from services.scheduler.state.state import State
 
@@ -35,28 +37,39 @@ def tree(table: Table, session: Session) -> list[Session]:
 
 
 def keep(state: State, table: Table, session: Session, keep_us: int) -> bool:
-    """Keep a session for so long, as far as its tenant may. False if it is more than the tenant's part."""
+    """Keep a session for so long, as far as its tenant may. False if it is more than the tenant's part: it
+    ranks as others then."""
     of = table.tenants[session.tenant]
-    part = sum(executor.pool.blocks for executor in state.executors.values()) // max(len(table.tenants), 1)
-    alone = len(table.tenants) == 1
-    if session.blocks > part and not alone:
+    of.kept.pop(session.name, None)
+    if session.blocks > _part(state, table):
+        session.kept_until_us = 0
         return False
     session.kept_until_us = max(session.kept_until_us, state.now_us + min(keep_us, MOST_KEEP_US))
-    of.kept.pop(session.name, None)
     of.kept[session.name] = None
-    if not alone:
-        _shrink(state, table, of.kept, part)
+    fit(state, table, session)
     return True
 
 
-def _shrink(state: State, table: Table, kept: dict[str, None], part: int) -> None:
-    """The sessions that were kept first lose their rank until the others fit in the tenant's part."""
-    sizes = {name: table.by_name[name].blocks for name in kept}
-    total = sum(sizes.values())
-    for name, blocks in sizes.items():
-        session = table.by_name[name]
-        if total <= part and session.kept_until_us > state.now_us:
-            continue
-        session.kept_until_us = 0
-        del kept[name]
-        total -= blocks
+def _part(state: State, table: Table) -> float:
+    """How many blocks a tenant may keep; a tenant alone, as many as it likes."""
+    if len(table.tenants) == 1:
+        return inf
+    return sum(executor.pool.blocks for executor in state.executors.values()) // len(table.tenants)
+
+
+def fit(state: State, table: Table, session: Session) -> None:
+    """Sessions of its tenant lose their rank until the kept ones fit in the tenant's part: sessions grow, and
+    tenants come. First those whose time is over, then those that alone are too large, then the first ones."""
+    part, kept = _part(state, table), table.tenants[session.tenant].kept
+    if part == inf:
+        return  # without a look at each
+    each = [table.by_name[name] for name in kept]
+    total = sum(one.blocks for one in each)
+    if total <= part:
+        return
+    for one in sorted(each, key=lambda one: (one.kept_until_us > state.now_us, one.blocks <= part)):
+        if total <= part:
+            return
+        one.kept_until_us = 0
+        del kept[one.name]
+        total -= one.blocks

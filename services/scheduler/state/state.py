@@ -426,6 +426,13 @@ class DroppedExecutor:
     blamed: list[tuple[str, str]]
 
 
+@dataclass(slots=True)
+class Chain:
+    """Keys, one after another. Each names all before it: hashes of the state have the last one alone."""
+
+    keys: bytes = b""
+
+
 class SessionEvents(Protocol):
     """What requests mean for the sessions that they are part of: here nothing. See ../sessions/events.py."""
 

@@ -64,6 +64,7 @@ def test_the_hints_of_a_body_are_read_by_all_their_names() -> None:
     assert hints(session_id="a").root == "a"
     assert hints(nvext={"agent_hints": {"osl": None, "priority": None}, "annotations": []}) == Hints()
     assert hints(nvext={"agent_hints": None}) == Hints()
+    assert hints(nvext={"agent_hints": {"osl": 10**400, "priority": -(10**400)}}).expects_tokens == 10**400
 
 
 def test_tenants_with_one_id_have_two_sessions() -> None:

@@ -219,7 +219,8 @@ def test_missing_models_print_how_to_get_them(tmp_path: Path) -> None:
 def test_a_name_without_a_source_is_not_advised_to_be_pulled(tmp_path: Path) -> None:
     for model in ("smollm3", "a/b/c"):
         with pytest.raises(
-            SetupError, match=rf"^'{model}' is neither a known model \({DEFAULT_MODEL}\) nor a hub"
+            SetupError,
+            match=rf"^'{model}' is neither a known model \(gemma-3-270m, {DEFAULT_MODEL}\) nor a hub",
         ):
             resolve(model, tmp_path)
     with pytest.raises(SetupError, match=r"'owner/name' is not on this machine .*`headrace pull owner/name`"):

@@ -27,7 +27,7 @@ from services.scheduler.state.state import Limits
 from shared.errors import SetupError
 from shared.step_model import H200_8B
 
-REST = "routing=ttft,tier=tiered,roles=colocated"
+REST = "routing=ttft,tier=tiered,roles=colocated,sessions=learned"
 MACHINE = Machine(model=H200_8B, slots=32, blocks=4_000, hop=Hop(delay_us=700))
 LIMITS = Limits(overlap="run_ahead", policy=policies.parse("order=fcfs,reservation=reserve"))
 

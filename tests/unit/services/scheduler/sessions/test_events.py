@@ -12,15 +12,15 @@ from support.scheduler.world import World
 
 from services.scheduler.core import Scheduler
 from services.scheduler.reports import event_log
-from services.scheduler.sessions import events
+from services.scheduler.sessions import events, table
 from services.scheduler.sessions.events import TOOL_LATE_US, Sessions
 from services.scheduler.sessions.pauses import USER
 from services.scheduler.sessions.table import SHARED_AT, Session
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import Arrived, BrokerBack, Event, Send
+from services.scheduler.state.requests import Arrived, BrokerBack, DrainRequested, Event, PeerDraining, Send
 from services.scheduler.state.state import Limits
-from shared.kv_blocks import extend, root_key
-from shared.messages import Cancel, KvForget, SessionAnswer, SessionVerb, ints
+from shared.kv_blocks import KEY_BYTES, extend, root_key
+from shared.messages import Cancel, KvForget, KvGone, SessionAnswer, SessionVerb, StepResult, ints
 
 ID = "ab" * 16
 BLOCK = 4
@@ -54,11 +54,11 @@ def proven(world: World) -> list[Session]:
     return [session for session in sessions_of(world).table.by_name.values() if session.is_proven]
 
 
-def held(world: World, tokens: list[int], tenant: str = "public") -> int:
+def held(world: World, tokens: list[int], tenant: str = "public", executor: str = "e1") -> int:
     """How many blocks of the tokens the device has, from the first on."""
-    executor, keys = world.scheduler.state.executors["e1"], list[bytes]()
-    extend(keys, root_key(executor.hello.fingerprint, tenant), ints(tokens), BLOCK, len(tokens))
-    return len(executor.pool.match(keys))
+    at, keys = world.scheduler.state.executors[executor], list[bytes]()
+    extend(keys, root_key(at.hello.fingerprint, tenant), ints(tokens), BLOCK, len(tokens))
+    return len(at.pool.match(keys))
 
 
 def verb(world: World, do: str, session: str = ID, tenant: str = "public", **more: Any) -> SessionAnswer:
@@ -121,12 +121,33 @@ def test_tenants_with_one_prompt_have_two_sessions() -> None:
     assert sorted((each.tenant, each.turns) for each in proven(world)) == [("a", 1), ("b", 1)]
 
 
-def test_id_is_the_session_whatever_its_prompt() -> None:
+def test_id_names_the_session_under_every_prompt() -> None:
     world = fresh()
     asked(world, "first", PROMPT, "shell", session=ID)
     asked(world, "second", PROMPT[::-1], "shell", session=ID, parent="cd" * 16)
     (session,) = proven(world)
     assert (session.name, session.turns, session.has_id) == (ID, 2, True)
+
+
+def test_session_that_gets_an_id_at_its_second_request_goes_on_under_it() -> None:
+    """As a chain of responses does, which has the id of its first one."""
+    tier = FakeTier(capacity=256)
+    world = fresh(tier)
+    history = asked(world, "first", PROMPT, "shell")
+    (session,) = proven(world)
+    history = asked(world, "second", [*history, 7, 7], "shell", session=ID)
+    assert proven(world) == [session]
+    assert (session.name, session.turns, session.has_id) == (ID, 2, True)
+    world.tick(TOOL_LATE_US + 1)
+    asked(world, "third", [*history, 8], "shell", session=ID)
+    learned = sessions_of(world).pauses.names["public", "shell", True]
+    assert (learned.samples, learned.lost) == (2, 0)
+    branch = [*history[:40], *[5] * 40]
+    asked(world, "branch", branch, "shell", session="cd" * 16)
+    assert session.name == ID
+    assert len(proven(world)) == 2
+    verb(world, "release")
+    assert held(world, history) == SHARED_AT - 1  # the first counted key shows what is its own
 
 
 def test_end_of_a_history_that_the_next_prompt_leaves_out_is_dead() -> None:
@@ -139,6 +160,19 @@ def test_end_of_a_history_that_the_next_prompt_leaves_out_is_dead() -> None:
     assert "superseded" in [each.what for each in closed.decisions]
     assert held(world, history) == SHARED_AT - 1  # the first counted key shows what is its own
     assert sessions_of(world).outcomes.superseded == 1
+
+
+def test_call_beside_the_chain_of_its_session_kills_no_block() -> None:
+    """Agents send the id of a session also with a prompt for its title, which shares a first line at most."""
+    world = fresh(FakeTier(capacity=256))
+    history = asked(world, "first", PROMPT, "shell", session=ID)
+    asked(world, "title", [*PROMPT[:8], *[5] * 60], session=ID)
+    assert held(world, history) == (len(history) - 1) // BLOCK
+    asked(world, "second", [*history, 7, 7], "shell", session=ID)
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    assert closed.usage.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
+    assert sessions_of(world).outcomes.superseded == 0
 
 
 def test_final_request_ends_its_session_on_the_device_and_in_l1() -> None:
@@ -222,6 +256,55 @@ def test_tenant_keeps_an_equal_part_and_its_first_keeps_go_first() -> None:
     assert (answer.will, answer.why) == ("nothing", "over the tenant's share")  # 85 blocks
 
 
+def kept(world: World, names: list[str]) -> list[str]:
+    return [name for name in names if verb(world, "state", name).kept_us]
+
+
+def test_kept_sessions_that_grow_stay_within_the_part_of_their_tenant() -> None:
+    world = fresh()
+    names = [f"{number:032x}" for number in range(3)]
+    asked(world, "other", [20] * 60, "shell", tenant="other", session=ID)  # a part has 128 blocks
+    for number, name in enumerate(names):
+        asked(world, name, [number + 5] * 160, "shell", session=name)
+        assert verb(world, "keep", name, keep_us=10**9).will == "keep"
+    assert kept(world, names) == names  # 41 blocks each
+    asked(world, "grown", [7] * 200, "shell", session=names[2])
+    assert kept(world, names) == names[1:]
+    asked(world, "huge", [7] * 500, "shell", session=names[2])
+    asked(world, "third", [21] * 60, "shell", tenant="third", session="aa" * 16)
+    assert verb(world, "keep", names[2], keep_us=10**9).will == "nothing"  # 126 blocks of 85
+    assert kept(world, names) == []
+
+
+def test_session_whose_time_is_over_takes_no_part_from_one_that_is_kept() -> None:
+    world = fresh()
+    names = [f"{number:032x}" for number in range(4)]
+    asked(world, "other", [20] * 60, "shell", tenant="other", session=ID)  # a part has 128 blocks
+    for number, name in enumerate(names):
+        asked(world, name, [number + 5] * 160, "shell", session=name)
+    for name, keep_us in zip(names[:3], (10**9, 1_000_000, 10**9), strict=True):
+        verb(world, "keep", name, keep_us=keep_us)
+    world.tick(2_000_000)
+    assert verb(world, "keep", names[3], keep_us=10**9).will == "keep"
+    assert kept(world, names) == [names[0], names[2], names[3]]
+
+
+def test_tenant_that_was_alone_keeps_its_part_alone_once_another_comes() -> None:
+    """Where L1 evicts: else a kept session takes nothing from others."""
+    world = fresh(FakeTier(capacity=256))
+    names = [f"{number:032x}" for number in range(6)]
+    for number, name in enumerate(names):
+        asked(world, name, [number + 5] * 160, "shell", session=name)
+        verb(world, "keep", name, keep_us=10**9)
+    world.tick(TOOL_LATE_US + 1)
+    asked(world, "other", [20] * 60, "shell", tenant="other", session=ID)
+    assert kept(world, names) == names
+    world.handle(Arrived("kv_offload.k1", KvGone(keys=b"")))
+    for _ in range(10):
+        world.tick(events.LOOK_US)
+    assert len(kept(world, names)) == 3  # 256 blocks / 2 tenants / 41 each
+
+
 def test_pause_across_a_lost_broker_teaches_nothing() -> None:
     world = fresh()
     history = asked(world, "first", PROMPT, "shell")
@@ -275,6 +358,64 @@ def test_chance_of_a_block_is_that_of_its_session(running: bool) -> None:
     world.finish()
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_chain_that_a_branch_has_left_has_a_tenth_of_its_chance(goes_on: bool) -> None:
+    world = fresh(FakeTier(capacity=256))
+    history = asked(world, "first", PROMPT)
+    longer = asked(world, "second", [*history, *PROMPT[:40]])
+    whole = asked(world, "third", [*longer, *PROMPT[:40]])
+    (old,) = proven(world)
+    state, sessions = world.scheduler.state, sessions_of(world)
+    branch = asked(world, "branch", [*longer, 5, 5, 5, 5, 5])
+    if goes_on:
+        whole = asked(world, "fourth", [*whole, 8, 8])
+    asked(world, "branch goes on", [*branch, 6, 6, 6])
+    other = next(each for each in proven(world) if each is not old)
+    other.tool, other.idle_since_us = old.tool, old.idle_since_us
+    assert sessions.again_pm(state, other) > 100
+    assert sessions.again_pm(state, old) == sessions.again_pm(state, other) // (1 if goes_on else 10)
+    asked(world, "last", [*whole, 7, 7])
+    assert not old.is_left
+
+
+PARENT = "cd" * 16
+
+
+def child_of(world: World, *calls: str) -> list[int]:
+    """A sub-agent has had two turns, with a pause of half a second, and its parent waits for a tool."""
+    asked(world, "parent", PROMPT, "agent", session=PARENT)
+    history = asked(world, "child", PROMPT[::-1], "shell", session=ID, parent=PARENT)
+    world.tick(500_000)
+    return asked(world, "child goes on", [*history, 7, 8], *calls, session=ID, parent=PARENT)
+
+
+def test_sub_agent_whose_parent_went_on_with_its_answer_is_dead_after_ten_of_its_pauses() -> None:
+    world = fresh()
+    history = child_of(world)
+    world.tick(20_000_000)
+    assert len(proven(world)) == 2  # the parent still waits
+    asked(world, "parent goes on", [*PROMPT, 5], "shell", session=PARENT)
+    world.tick(events.LOOK_US)
+    assert [session.name for session in proven(world)] == [PARENT]
+    world.tick(1_000)
+    assert held(world, history) == SHARED_AT - 1
+    assert sessions_of(world).outcomes.over == 1
+
+
+@pytest.mark.parametrize("why", ["it runs a tool", "it is kept", "it was idle for less", "it has come again"])
+def test_sub_agent_that_may_go_on_beside_its_parent_lives(why: str) -> None:
+    world = fresh()
+    history = child_of(world, *(["build"] if why == "it runs a tool" else []))
+    if why == "it is kept":
+        verb(world, "keep", keep_us=10**9)
+    asked(world, "parent goes on", [*PROMPT, 5], "shell", session=PARENT)
+    if why == "it has come again":
+        asked(world, "child again", [*history, 7, 8], session=ID, parent=PARENT)
+    world.tick(4_000_000 if why == "it was idle for less" else 20_000_000)
+    world.tick(events.LOOK_US)
+    assert {session.name for session in proven(world)} == {ID, PARENT}
+
+
 def test_policy_off_follows_no_session_and_a_change_forgets_all() -> None:
     world = fresh(sessions="off")
     asked(world, "first", PROMPT, "shell", session=ID)
@@ -300,6 +441,17 @@ def test_table_of_abandoned_sessions_is_bounded() -> None:
         table.rest(session)
         sessions.young[session.name] = None
     assert len(table.by_name) == len(sessions.young) <= 4_096
+
+
+def test_keys_of_sessions_that_grow_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MOST_KEY_BYTES", 100 * KEY_BYTES)
+    world = fresh()
+    names = [f"{number:032x}" for number in range(4)]
+    for length in (60, 120, 180):  # 15, 30 and 45 blocks
+        for number, name in enumerate(names):
+            asked(world, f"{name}-{length}", [number + 5] * length, "shell", session=name)
+        assert sessions_of(world).table.key_bytes <= 100 * KEY_BYTES
+    assert {session.name for session in proven(world)} == set(names[-2:])
 
 
 def check_chains(world: World) -> None:
@@ -404,6 +556,20 @@ def test_snapshot_with_sessions_goes_on_with_the_same_commands() -> None:
     assert sessions_of(world).pauses.names["public", "shell", True].samples >= 5
 
 
+def test_hash_has_the_last_key_of_a_session_for_all_of_them() -> None:
+    """The keys of a thousand sessions are 80 MB: a hash of them all would hold up steps for a second."""
+    world = fresh()
+    asked(world, "first", PROMPT, "shell")
+    (session,) = proven(world)
+    of = sessions_of(world).table
+    assert session.last_key == session.key(session.blocks - 1)
+    frozen = event_log.freeze(world.scheduler.state, event_log.NOT_HASHED)
+    assert session.keys not in [value for row in frozen[1] for value in row[-1] if type(value) is bytes]
+    before = event_log.state_hash(world.scheduler.state)
+    of.set_keys(session, session.keys[:-KEY_BYTES])
+    assert event_log.state_hash(world.scheduler.state) != before
+
+
 def below(world: World, prompt: list[int]) -> list[int]:
     """A session whose blocks are all in L1, and none on the device. Returns its tokens."""
     for _ in range(3):
@@ -454,6 +620,62 @@ def test_prefetch_takes_nothing_that_is_wanted_and_shows_why() -> None:
     other = fresh()
     asked(other, "first", PROMPT, "shell", session=ID)
     assert verb(other, "prefetch").why == "not found below"
+
+
+def test_prefetch_that_is_repeated_while_it_comes_loads_each_block_once() -> None:
+    tier = FakeTier(capacity=256)
+    world = fresh(tier)
+    history = below(world, PROMPT)
+    tier.frozen = True
+    for _ in range(3):
+        answer = verb(world, "prefetch")
+        assert (answer.will, answer.why) == ("prefetch", "")
+    blocks = (len(history) - 1) // BLOCK
+    assert world.scheduler.state.executors["e1"].pool.copying_blocks == blocks
+    assert sessions_of(world).outcomes.prefetched == blocks
+    tier.thaw(world.now_us)
+    world.run()
+    assert held(world, history) == blocks
+    world.finish()
+
+
+@pytest.mark.parametrize("end", [DrainRequested(), PeerDraining("executor", "e1")])
+def test_prefetch_starts_no_copy_for_which_a_drain_would_wait(end: Event) -> None:
+    world = fresh(FakeTier(capacity=256))
+    below(world, PROMPT)
+    world.handle(end)
+    assert verb(world, "prefetch").why == "the executor drains"
+    assert world.scheduler.is_idle
+
+
+def test_prefetch_goes_to_the_executor_that_stays() -> None:
+    world = fresh(FakeTier(capacity=256))
+    history = below(world, PROMPT)
+    world.add_engine("e2", blocks=256, max_context=512, slots=8, block_tokens=BLOCK)
+    world.handle(PeerDraining("executor", "e1"))
+    assert verb(world, "prefetch").will == "prefetch"
+    world.run()
+    assert held(world, history, executor="e2") == (len(history) - 1) // BLOCK
+    world.finish()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_prefetch_whose_copy_ran_while_a_step_failed_fills_no_block(copies: bool) -> None:
+    """Nothing that the device held then can be trusted; a copy that begins later can."""
+    world = fresh(FakeTier(capacity=256))
+    history = below(world, PROMPT)
+    world.ask("fails", [9] * 8, 9, tenant="other")
+    verb(world, "prefetch")
+    while copies and not world.copies["e1"]:
+        assert world.deliver_tier()
+    lost = world.results["e1"].popleft()
+    nothing = {"ids": ints([-1] * len(lost.ids)), "done": ints([0] * len(lost.ids))}
+    failed = StepResult(exec_epoch=lost.exec_epoch, step=lost.step, error="boom", **nothing)
+    world.handle(Arrived("executor.e1", failed))
+    del world.asked["fails"]
+    world.run()
+    assert held(world, history) == (0 if copies else (len(history) - 1) // BLOCK)
+    world.finish()
 
 
 def test_prefetch_that_no_request_uses_is_wasted() -> None:
