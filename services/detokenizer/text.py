@@ -428,8 +428,8 @@ class LogprobShape:
         return LogprobShape(self._vocabulary, self._chat)
 
     def prompt(self, scores: Sequence[Score], ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """The log probabilities of a prompt in vLLM's form: by token id, the token itself first. Of the first
-        token, which follows none, they are null."""
+        """The log probabilities of a prompt in vLLM's form: by token id, the token itself first. The first
+        token follows none and has null."""
         entries = []
         for score, rank in zip(scores, ranks, strict=True):
             entry = {str(score.token): self._ranked(score.token, score.logprob, rank)}
