@@ -363,7 +363,7 @@ class SchedulerSessionCounter:
     RETURNS = counter(f"{_S}session_returns", "{request}",
         "that continue one, by where most of its blocks were: device, l1, l2, computed", attributes=("tier",))
     ENDED = counter(f"{_S}sessions.ended", "{session}",
-        "released by a client, superseded by a new prompt, over: they hardly ever return",
+        "released by a client, superseded by a new prompt, over: hardly ever back, or its parent went on",
         attributes=("cause",))
     PREFETCHED = counter(f"{_S}prefetched_blocks", "{block}", "that came up ahead of their request")
     WASTED = counter(f"{_S}prefetch_wasted_blocks", "{block}", "of these, not needed in time")

@@ -36,7 +36,7 @@ import msgpack
 from services.scheduler.core import Scheduler
 from services.scheduler.state.counters import Counters, StepLog
 from services.scheduler.state.requests import Arrived, EndedRequests, Event, Send
-from services.scheduler.state.state import State
+from services.scheduler.state.state import Chain, State
 from shared import codec
 from shared.actor.mailbox import Mailbox
 from shared.errors import BadRequest, EngineError, HeadraceError, SetupError, WireError
@@ -46,7 +46,7 @@ from shared.processes import open_private
 
 log = logging.getLogger("headrace.replay")
 
-FORMAT, VERSION = "headrace.events", 19  # of a snapshot: 1 to 18 hold other names of modules and fields
+FORMAT, VERSION = "headrace.events", 20  # of a snapshot: 1 to 19 hold other names of modules and fields
 PAGE_BYTES = 48 * 1024  # of a snapshot: with its frame under the payload limit of any server
 DIGEST_BYTES = 8
 MAX_RECORD_BYTES = 1 << 30
@@ -67,7 +67,7 @@ OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before the message's, so t
 BEGINS_HEADER = "Headrace-Snapshot"  # the message starts a stretch
 
 HASH_BYTES = 16
-NO_DECISIONS = (Counters, EndedRequests, StepLog)  # no decision depends on them: not hashed
+NOT_HASHED = (Counters, EndedRequests, StepLog, Chain)  # no decision depends on them; of a chain: see there
 TUPLE, ARRAY, RECORD = range(3)  # values
 LIST, DICT, ORDERED, SET, FROZENSET, DEQUE, ENUM, FUNCTION, ERROR, INSTANCE = range(10)  # objects
 
@@ -451,7 +451,7 @@ def _event(row: list[Any]) -> Event:
 def state_hash(state: State) -> bytes:
     """A hash of everything in the state that decisions depend on, HASH_BYTES long."""
     with _uncollected():
-        return hashlib.blake2b(_pack_frozen(freeze(state, NO_DECISIONS)), digest_size=HASH_BYTES).digest()
+        return hashlib.blake2b(_pack_frozen(freeze(state, NOT_HASHED)), digest_size=HASH_BYTES).digest()
 
 
 def snapshot(state: State) -> bytes:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from services.scheduler import prefix_cache
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
 from services.scheduler.sessions import report, rise, verbs
 from services.scheduler.sessions.match import Prefixes
-from services.scheduler.sessions.pauses import LearnedPauses
+from services.scheduler.sessions.pauses import USER, LearnedPauses
 from services.scheduler.sessions.table import Outcomes, Session, Table
 from services.scheduler.state.policies import PauseView
 from services.scheduler.state.requests import Request, Sequence
@@ -37,6 +38,8 @@ LOOK_US, LOOKED_AT = 50_000, 8  # how often late sessions are looked at, and how
 TOUCH_US = 10_000_000  # between two moves of a session's blocks to the warm end of L1
 BESIDE = 4  # a prompt of which less than 1 / BESIDE is the session's, as a title is. The chain may go on
 TOUCH_PM = 500  # for a session that is so likely to return
+BRANCH_TURNS, LEFT_SHARE = 2, 10  # after so many turns of a branch the old one has this part of its chance
+LEFT_PAUSES, LEFT_US = 10, 1_000_000  # a sub-agent idle for so many of its pauses, and so long, may be over
 
 
 @dataclass(slots=True)
@@ -47,10 +50,13 @@ class Sessions(SessionEvents):
     table: Table = field(default_factory=Table)
     pauses: LearnedPauses = field(default_factory=LearnedPauses)
     of_request: dict[tuple[str, str], Session] = field(default_factory=dict)
-    parents: dict[tuple[str, str], str] = field(default_factory=dict)  # of requests that leave a chain
+    parents: dict[tuple[str, str], tuple[str, int]] = field(
+        default_factory=dict
+    )  # chain that a request leaves
     young: OrderedDict[str, None] = field(default_factory=OrderedDict)  # idle and not late, oldest first
     working: OrderedDict[str, None] = field(default_factory=OrderedDict)  # likewise, while a tool runs
     late: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the others, the next to look at first
+    answered: OrderedDict[str, None] = field(default_factory=OrderedDict)  # idle sub-agents, likewise
     dead: deque[bytes] = field(default_factory=deque)  # keys to forget
     look_us: int = 0  # when late ones are looked at next
     cut_us: int = 0  # pauses that began before teach nothing
@@ -85,8 +91,8 @@ class Sessions(SessionEvents):
                 )
         elif session is None:
             return
-        elif not session.has_id and not goes_on:
-            self.parents[request.key] = session.name  # a second sample, or a branch of an earlier turn
+        elif not session.has_id and not goes_on:  # a second sample, or a branch of an earlier turn
+            self.parents[request.key] = session.name, session.turns
             return
         self._continue(state, request, session, blocks)
 
@@ -94,6 +100,8 @@ class Sessions(SessionEvents):
         """A request of a session has come: its pause is over."""
         paused_us = state.now_us - session.idle_since_us if session.turns else 0
         self._is_not_idle(session)
+        session.came_us, session.is_left = state.now_us, False
+        session.paused_us += paused_us
         self._count_rise(state, session)
         if session.turns and not session.running and session.idle_since_us > self.cut_us:
             self.pauses.add(session.tenant, session.tool, paused_us, was_lost=session.is_late)
@@ -157,7 +165,7 @@ class Sessions(SessionEvents):
         full = min(min(sequence.computed, len(sequence.tokens) - 1) // size, len(sequence.keys))
         session = self.of_request.get(request.key)
         if session is None:
-            parent = self.parents.pop(request.key, "")
+            parent, parent_turns = self.parents.pop(request.key, ("", -1))
             if not full or (request.tokenized.slo_class == "batch" and not parent):
                 return
             digest = Prefixes(sequence.keyed, sequence.tokens, full).tip(full).digest
@@ -165,6 +173,7 @@ class Sessions(SessionEvents):
             session = self._begin(
                 Session(name, sequence.tenant, sequence.keyed, parent, is_proven=bool(parent), running=1)
             )
+            session.parent_turns = parent_turns
             self.of_request[request.key] = session
         if session.keyed != sequence.keyed:
             return  # another kind of executor has computed it
@@ -196,6 +205,8 @@ class Sessions(SessionEvents):
         session.turns += 1
         if session.turns > 1:
             self._count_return(session, request.sequences[0])
+        if session.turns == BRANCH_TURNS:
+            self._leave(session)
         if session.running:
             return
         if session.is_final:
@@ -207,10 +218,18 @@ class Sessions(SessionEvents):
         session.idle_since_us = session.touched_us = state.now_us
         self.table.rest(session)
         (self.working if session.tool else self.young)[session.name] = None
+        if request.tokenized.parent and not session.tool:
+            self.answered[session.name] = None
         if session.kept_until_us:
             verbs.fit(state, self.table, session)  # it has grown
         if request.tokenized.keep_us:
             verbs.keep(state, self.table, session, request.tokenized.keep_us)
+
+    def _leave(self, branch: Session) -> None:
+        """The chain that the branch has left is unlikely to go on if it has had no turn since."""
+        parent = self.table.by_name.get(branch.parent)
+        if parent is not None and not parent.running and parent.turns == branch.parent_turns:
+            parent.is_left = True
 
     def _count_return(self, session: Session, head: Sequence) -> None:
         """Count where most of a prompt came from."""
@@ -245,6 +264,7 @@ class Sessions(SessionEvents):
         self.young.pop(session.name, None)
         self.working.pop(session.name, None)
         self.late.pop(session.name, None)
+        self.answered.pop(session.name, None)
 
     def _bury(self, session: Session, common: int) -> int:
         """Its blocks from `common` on that are in no other session are dead. Returns how many."""
@@ -267,10 +287,15 @@ class Sessions(SessionEvents):
                     break
                 del idle[session.name]
                 self._lose(session)
-        if self.late and state.now_us >= self.look_us:
+        if (self.late or self.answered) and state.now_us >= self.look_us:
             self.look_us = state.now_us + LOOK_US
             for _ in range(min(LOOKED_AT, len(self.late))):
                 self._look_at(state, self.table.by_name[self.late.popitem(last=False)[0]])
+            for name in list(islice(self.answered, LOOKED_AT)):
+                self.answered.move_to_end(name)
+                if self._is_used_up(state, self.table.by_name[name]):
+                    self.outcomes.over += 1
+                    self.end(self.table.by_name[name])
 
     def _lose(self, session: Session) -> None:
         """It has not returned so far."""
@@ -278,6 +303,19 @@ class Sessions(SessionEvents):
         session.is_late = True
         if session.idle_since_us > self.cut_us:
             self.pauses.lose(session.tenant, session.tool)
+
+    def _is_used_up(self, state: State, session: Session) -> bool:
+        """The parent came back with the answer of a sub-agent, which has been idle for long by its own pauses
+        before. One that runs a tool may go on beside its parent."""
+        parent = self.table.by_name.get(session.parent)
+        if parent is None or parent.tenant != session.tenant or parent.came_us <= session.idle_since_us:
+            return False
+        pauses = session.turns - 1
+        usual_us = (
+            session.paused_us // pauses if pauses else self.pauses.quantile_us(session.tenant, USER, 500)
+        )
+        long_us = max(LEFT_PAUSES * usual_us, LEFT_US)
+        return state.now_us - session.idle_since_us >= long_us and session.kept_until_us <= state.now_us
 
     def _look_at(self, state: State, session: Session) -> None:
         """End a late session that hardly ever returns; keep the blocks of one that does warm in L1."""
@@ -328,7 +366,8 @@ class Sessions(SessionEvents):
         idle_us = state.now_us - session.idle_since_us
         of = session.tenant, session.tool
         view = PauseView(idle_us, self.pauses.returns_pm(*of), self.pauses.lasts_pm(*of, idle_us))
-        return int(state.limits.policy.function("sessions")(view))
+        again_pm = int(state.limits.policy.function("sessions")(view))
+        return again_pm // LEFT_SHARE if session.is_left else again_pm
 
     def on_cut(self, state: State) -> None:
         self.cut_us = state.now_us

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from struct import Struct
 
+from services.scheduler.state.state import Chain
 from shared.kv_blocks import KEY_BYTES
 
 MOST_SESSIONS = 4_096
@@ -52,7 +53,8 @@ class Session:
     parent: str = ""
     has_id: bool = False  # the client has named it
     is_proven: bool = False
-    keys: bytes = b""  # of all its blocks, one after another
+    chain: Chain = field(default_factory=Chain)  # of all its blocks
+    last_key: bytes = b""  # of the chain
     tips: list[Tip] = field(default_factory=list)  # the last one last
     running: int = 0  # requests of it that wait or run
     seqs: list[int] = field(default_factory=list)  # the sequences that released its blocks last
@@ -66,6 +68,15 @@ class Session:
     risen_blocks: int = 0  # that came up before a request of it
     risen_us: int = 0  # when
     had_blocks: int = 0  # that the device had of its last prompt
+    came_us: int = 0  # when its last request came
+    paused_us: int = 0  # the sum of its pauses
+    parent_turns: int = -1  # of the chain that it has left, when it left; -1: it has left none
+    is_left: bool = False  # a branch of it has gone on instead
+
+    @property
+    def keys(self) -> bytes:
+        """The keys of all its blocks, one after another."""
+        return self.chain.keys
 
     @property
     def blocks(self) -> int:
@@ -94,7 +105,7 @@ class Outcomes:
 
     released: int = 0
     superseded: int = 0
-    over: int = 0  # ended, since they hardly ever return
+    over: int = 0  # ended, since they hardly ever return, or their parents went on
     dead_blocks: int = 0
     prefetched: int = 0  # blocks
     wasted: int = 0  # of these, those that no request has used
@@ -208,7 +219,7 @@ class Table:
 
     def set_keys(self, session: Session, keys: bytes) -> None:
         """Its blocks are these now."""
-        before, session.keys = session.keys, keys
+        before, session.chain, session.last_key = session.keys, Chain(keys), keys[-KEY_BYTES:]
         self.key_bytes += len(keys) - len(before)
         size = SHARED_AT * KEY_BYTES
         for at in range(size, max(len(keys), len(before)) + 1, size):

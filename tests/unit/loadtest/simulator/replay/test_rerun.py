@@ -281,12 +281,12 @@ def test_damaged_log_is_refused(data: bytes, tmp_path: Path) -> None:
         rerun_file(path)
 
 
-@pytest.mark.parametrize("version", [1, 15, 18])
+@pytest.mark.parametrize("version", [1, 15, 19])
 def test_another_version_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "VERSION", version)
     data = event_log.header(FACTS)
     monkeypatch.undo()
-    with pytest.raises(LogError, match=f"of version {version}, and this Headrace reads version 19"):
+    with pytest.raises(LogError, match=f"of version {version}, and this Headrace reads version 20"):
         read(data)
 
 

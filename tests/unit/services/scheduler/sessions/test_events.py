@@ -20,7 +20,7 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Arrived, BrokerBack, DrainRequested, Event, PeerDraining, Send
 from services.scheduler.state.state import Limits
 from shared.kv_blocks import KEY_BYTES, extend, root_key
-from shared.messages import Cancel, KvForget, KvGone, SessionAnswer, SessionVerb, ints
+from shared.messages import Cancel, KvForget, KvGone, SessionAnswer, SessionVerb, StepResult, ints
 
 ID = "ab" * 16
 BLOCK = 4
@@ -358,6 +358,64 @@ def test_chance_of_a_block_is_that_of_its_session(running: bool) -> None:
     world.finish()
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_chain_that_a_branch_has_left_has_a_tenth_of_its_chance(goes_on: bool) -> None:
+    world = fresh(FakeTier(capacity=256))
+    history = asked(world, "first", PROMPT)
+    longer = asked(world, "second", [*history, *PROMPT[:40]])
+    whole = asked(world, "third", [*longer, *PROMPT[:40]])
+    (old,) = proven(world)
+    state, sessions = world.scheduler.state, sessions_of(world)
+    branch = asked(world, "branch", [*longer, 5, 5, 5, 5, 5])
+    if goes_on:
+        whole = asked(world, "fourth", [*whole, 8, 8])
+    asked(world, "branch goes on", [*branch, 6, 6, 6])
+    other = next(each for each in proven(world) if each is not old)
+    other.tool, other.idle_since_us = old.tool, old.idle_since_us
+    assert sessions.again_pm(state, other) > 100
+    assert sessions.again_pm(state, old) == sessions.again_pm(state, other) // (1 if goes_on else 10)
+    asked(world, "last", [*whole, 7, 7])
+    assert not old.is_left
+
+
+PARENT = "cd" * 16
+
+
+def child_of(world: World, *calls: str) -> list[int]:
+    """A sub-agent has had two turns, with a pause of half a second, and its parent waits for a tool."""
+    asked(world, "parent", PROMPT, "agent", session=PARENT)
+    history = asked(world, "child", PROMPT[::-1], "shell", session=ID, parent=PARENT)
+    world.tick(500_000)
+    return asked(world, "child goes on", [*history, 7, 8], *calls, session=ID, parent=PARENT)
+
+
+def test_sub_agent_whose_parent_went_on_with_its_answer_is_dead_after_ten_of_its_pauses() -> None:
+    world = fresh()
+    history = child_of(world)
+    world.tick(20_000_000)
+    assert len(proven(world)) == 2  # the parent still waits
+    asked(world, "parent goes on", [*PROMPT, 5], "shell", session=PARENT)
+    world.tick(events.LOOK_US)
+    assert [session.name for session in proven(world)] == [PARENT]
+    world.tick(1_000)
+    assert held(world, history) == SHARED_AT - 1
+    assert sessions_of(world).outcomes.over == 1
+
+
+@pytest.mark.parametrize("why", ["it runs a tool", "it is kept", "it was idle for less", "it has come again"])
+def test_sub_agent_that_may_go_on_beside_its_parent_lives(why: str) -> None:
+    world = fresh()
+    history = child_of(world, *(["build"] if why == "it runs a tool" else []))
+    if why == "it is kept":
+        verb(world, "keep", keep_us=10**9)
+    asked(world, "parent goes on", [*PROMPT, 5], "shell", session=PARENT)
+    if why == "it has come again":
+        asked(world, "child again", [*history, 7, 8], session=ID, parent=PARENT)
+    world.tick(4_000_000 if why == "it was idle for less" else 20_000_000)
+    world.tick(events.LOOK_US)
+    assert {session.name for session in proven(world)} == {ID, PARENT}
+
+
 def test_policy_off_follows_no_session_and_a_change_forgets_all() -> None:
     world = fresh(sessions="off")
     asked(world, "first", PROMPT, "shell", session=ID)
@@ -498,6 +556,20 @@ def test_snapshot_with_sessions_goes_on_with_the_same_commands() -> None:
     assert sessions_of(world).pauses.names["public", "shell", True].samples >= 5
 
 
+def test_hash_has_the_last_key_of_a_session_for_all_of_them() -> None:
+    """The keys of a thousand sessions are 80 MB: a hash of them all would hold up steps for a second."""
+    world = fresh()
+    asked(world, "first", PROMPT, "shell")
+    (session,) = proven(world)
+    of = sessions_of(world).table
+    assert session.last_key == session.key(session.blocks - 1)
+    frozen = event_log.freeze(world.scheduler.state, event_log.NOT_HASHED)
+    assert session.keys not in [value for row in frozen[1] for value in row[-1] if type(value) is bytes]
+    before = event_log.state_hash(world.scheduler.state)
+    of.set_keys(session, session.keys[:-KEY_BYTES])
+    assert event_log.state_hash(world.scheduler.state) != before
+
+
 def below(world: World, prompt: list[int]) -> list[int]:
     """A session whose blocks are all in L1, and none on the device. Returns its tokens."""
     for _ in range(3):
@@ -584,6 +656,30 @@ def test_prefetch_goes_to_the_executor_that_stays() -> None:
     assert verb(world, "prefetch").will == "prefetch"
     world.run()
     assert held(world, history, executor="e2") == (len(history) - 1) // BLOCK
+    world.finish()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_prefetch_whose_copy_ran_while_a_step_failed_fills_no_block(copies: bool) -> None:
+    """Nothing that the device held then can be trusted; a copy that begins later can."""
+    world = fresh(FakeTier(capacity=256))
+    history = below(world, PROMPT)
+    world.ask("fails", [9] * 8, 9, tenant="other")
+    verb(world, "prefetch")
+    while copies and not world.copies["e1"]:
+        assert world.deliver_tier()
+    lost = world.results["e1"].popleft()
+    failed = StepResult(
+        exec_epoch=lost.exec_epoch,
+        step=lost.step,
+        ids=ints([-1] * len(lost.ids)),
+        done=ints([0] * len(lost.ids)),
+        error="boom",
+    )
+    world.handle(Arrived("executor.e1", failed))
+    del world.asked["fails"]
+    world.run()
+    assert held(world, history) == (0 if copies else (len(history) - 1) // BLOCK)
     world.finish()
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.scheduler.sessions import table
 from services.scheduler.sessions.match import Prefixes
 from services.scheduler.sessions.table import SHARED_AT, Session, Table, Tip
+from services.scheduler.state.state import Chain
 from shared.kv_blocks import KEY_BYTES
 from shared.messages import ints
 
@@ -46,7 +47,7 @@ def test_shared_prefix_is_no_ones_own() -> None:
 
 
 def test_common_blocks_end_where_the_chains_differ() -> None:
-    session = Session("1", "t", ROOT, keys=keys(("a", 10), ("b", 5)))
+    session = Session("1", "t", ROOT, chain=Chain(keys(("a", 10), ("b", 5))))
     other = keys(("a", 10), ("c", 9))
     chain = [other[at : at + KEY_BYTES] for at in range(0, len(other), KEY_BYTES)]
     assert session.common_blocks(chain) == 10
