@@ -37,7 +37,8 @@ _CUTS = (requests.PeerLost, requests.StreamLost, requests.BrokerBack)  # pauses 
 
 
 @cache
-def _session_parts() -> list[type[SessionEvents]]:
+def session_parts() -> list[type[SessionEvents]]:
+    """The parts that follow sessions, whose modules are loaded by this call."""
     return [resolve_name(name) for name in SESSIONS.values()]
 
 
@@ -239,7 +240,7 @@ def change_policy(state: State, text: str) -> None:
 
 def _follow_sessions(state: State) -> None:
     """Follow sessions from now on, or no longer: what was learned is forgotten."""
-    parts = [] if state.limits.policy.no_sessions else _session_parts()
+    parts = [] if state.limits.policy.no_sessions else session_parts()
     state.sessions = parts[0]() if parts else NoSessions()
 
 

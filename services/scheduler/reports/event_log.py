@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, Protocol, cast, get_args
 
 import msgpack
 
-from services.scheduler.core import Scheduler
+from services.scheduler.core import Scheduler, session_parts
 from services.scheduler.state.counters import Counters, StepLog
 from services.scheduler.state.requests import Arrived, EndedRequests, Event, Send
 from services.scheduler.state.state import Chain, State
@@ -621,6 +621,7 @@ _CONTAINERS = {LIST: list, DICT: dict, ORDERED: OrderedDict, SET: set}
 
 def restore(data: bytes) -> State:
     """The state of a snapshot. Raises FreezeError for other bytes, or if classes have changed since."""
+    session_parts()  # a state has objects of their classes
     try:
         state = thaw(msgpack.unpackb(data))
     except _WRONG as error:
