@@ -387,7 +387,7 @@ IGNORED = (
 )  # fmt: skip
 # Fields that may be sent with the values that turn them off.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "functions": ([],), "function_call": ("none", "auto"), "prompt_logprobs": (False, 0), "echo": (False,),
+    "functions": ([],), "function_call": ("none", "auto"), "echo": (False,),
     "suffix": ("",), "best_of": (1,), "modalities": (["text"],), "audio": (None,),
     "skip_special_tokens": (True,), "use_beam_search": (False,), "length_penalty": (1,), "priority": (0,),
     "early_stopping": (False,), "bad_words": ([],), "return_token_ids": (False,),
@@ -453,6 +453,9 @@ class GenerateRequest(_WithoutEffect, SamplingFields, SessionFields, BaseModel):
     logit_bias: Biases = Field(default_factory=dict, description="added to the logits of these token ids")
     logprobs: bool | int = False
     top_logprobs: SkipJsonSchema[Annotated[Alternatives, BeforeValidator(_beside_logprobs)]] = 0
+    prompt_logprobs: Annotated[bool | int, PlainValidator(_yes_or_number, bool | Alternatives)] = Field(
+        False, description="log probabilities of the prompt's tokens; a number: with so many alternatives"
+    )
     stream: bool = Field(False, description="send the answer in pieces")
     stream_options: StreamOptions = StreamOptions()
     user: str = Field("", description=NO_EFFECT)

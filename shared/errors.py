@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 # `client.probe` tests for these messages.
 NO_TEMPLATE = "this model has no chat template; send `prompt`"
 NO_VECTOR = "a service of this model has an older version, which gives no vectors: update it, or try again"
+NO_PROMPT_SCORES = "an engine of this model gives no log probabilities of prompts: leave them out"
+SCORES_LOST = "the log probabilities of the prompt were lost as a service died: send the request again"
 NO_TEXT = "is an encoder, which gives vectors of texts and generates nothing; send `input`"
 
 

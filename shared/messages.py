@@ -197,9 +197,7 @@ class Tokenized:
     model_digest: str = ""  # of the executors that compute it, as in ExecHello
     shard: str = ""  # in a backup: id of the detokenizer that has the request open
     min_tokens: int = 0  # of an answer: until then neither stop ids nor stop strings end it
-    answer_format: str = (
-        ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
-    )
+    answer_format: str = ""  # of a chat: of shared/answer_formats, with THINKING if its prompt opens it
     savepoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
@@ -217,6 +215,7 @@ class Tokenized:
     adapter: str = ""  # digest of the adapter that computes it; empty: the model alone
     adapter_name: str = ""  # under which its client knows the adapter
     adapter_path: str = ""  # its folder, where the executors run
+    prompt_alternatives: int = 0  # of each token, with `prompt_logprobs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,8 +316,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokens:
-    """executor -> scheduler -> detokenizer: a piece of a prompt with its logprobs. The messages of a step
-    precede its StepResult. For `echo` without logprobs the scheduler makes them."""
+    """executor, in a StepResult -> scheduler -> detokenizer: a prompt's piece; its first token has rank 0."""
 
     seq: int
     step: int
@@ -328,6 +326,7 @@ class PromptTokens:
     top_counts: Ints = field(default_factory=ints)  # alternatives per id
     top_ids: Ints = field(default_factory=ints)
     top_logprobs: Floats = field(default_factory=floats)
+    ranks: Ints = field(default_factory=ints)  # of each id among all tokens, from 1 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,6 +449,7 @@ class ExecHello:
     max_drafts: int = 0  # of a row; 0: the engine has no drafts
     max_draft_rows: int = 0  # rows of a step that has drafts; 0: any number
     adapter_places: int = 0  # adapters that a step may have; 0: none
+    scores_prompts: bool = False  # it gives log probabilities of prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,6 +519,7 @@ class SlotOpen:
     pooling: int = 0  # as in Tokenized: its sampled row also gives a vector
     prediction: Ints = field(default_factory=ints)  # as in Tokenized
     adapter: int = 0  # the place of its adapter, see AdapterLoad; 0: none
+    prompt_alternatives: int = 0  # as in Tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -610,8 +611,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """executor -> scheduler: the sampled ids of a step, row for row as `StepPlan.sample_slots`. With `counts`
-    row i owns the next `counts[i]` ids."""
+    """executor -> scheduler: the sampled ids of a step, row for row as `StepPlan.sample_slots`."""
 
     exec_epoch: int
     step: int
@@ -636,6 +636,7 @@ class StepResult:
     vectors: tuple[tuple[int, bytes], ...] = ()  # (row, vector as in Close) of the rows with `pooling`
     counts: Ints = field(default_factory=ints)  # ids of each row, from 1 on; empty: one each
     drafted: Ints = field(default_factory=ints)  # drafts of each row that were computed; with `counts` only
+    prompts: tuple[PromptTokens, ...] = ()  # of the rows with `prompt_logprobs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -662,8 +663,7 @@ class StreamAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """either way: a piece of a message that is too long, such as a plan with a long block table. The
-    fragments of a message are consecutive; their `data`, joined, are its packed row."""
+    """either way: a piece of a long message, whose fragments are consecutive; `data`, joined, is its row."""
 
     part: int
     parts: int

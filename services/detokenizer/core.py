@@ -16,7 +16,7 @@ from services.detokenizer.failover import Backups, Failover
 from services.detokenizer.reconnect import Reconnect
 from services.detokenizer.text import ScoreReader, TokenGap
 from shared import messages
-from shared.errors import NO_VECTOR, Cancelled, HeadraceError, Unavailable, from_code
+from shared.errors import NO_VECTOR, SCORES_LOST, Cancelled, HeadraceError, Unavailable, from_code
 from shared.replies import end_headers
 from shared.telemetry.counters import Counted, DetokenizerCounter, in_status
 from shared.vocab.vocabulary import Vocabulary
@@ -47,6 +47,9 @@ class DetokenizerCore:
         match message:
             case messages.Tokens():
                 return self._on_tokens(scheduler, message)
+            case messages.PromptTokens():
+                self._on_prompt_scores(scheduler, message)
+                return []
             case messages.Open():
                 return self._on_open(scheduler, message, trace)
             case messages.Close():
@@ -70,6 +73,8 @@ class DetokenizerCore:
         held = self.reconnect.is_held
         commands = list[response.Command]()
         for request in waiting.values():
+            if not request.prompt.is_whole:
+                continue  # another scheduler computes the prompt again; then the text waits once more
             request.note_begun(now_us, wall_us)
             if not request.opened.stream:
                 commands += self._copies(request)
@@ -254,6 +259,13 @@ class DetokenizerCore:
                 self._table.waiting[request.number] = request
         return commands
 
+    def _on_prompt_scores(self, scheduler: str, piece: messages.PromptTokens) -> None:
+        _, request = self._table.sequences.get((scheduler, piece.seq), (None, None))
+        if request is not None and not request.torn:
+            request.prompt.add(piece)
+            if request.prompt.is_whole and any(stream.has_text for stream in request.choices.values()):
+                self._table.waiting[request.number] = request
+
     def _on_close(self, scheduler: str, close: messages.Close) -> list[response.Command]:
         found = self._table.sequences.get((scheduler, close.seq))
         if close.reason == "moved":  # another shard has the whole request and answers its client
@@ -267,6 +279,8 @@ class DetokenizerCore:
             return []  # the scheduler repeats it after the Opens
         if request.is_embedding and not close.vector and close.reason != "error":
             close = replace(close, reason="error", code=Unavailable.code, message=NO_VECTOR)
+        if not request.prompt.is_whole and close.reason != "error":
+            close = replace(close, reason="error", code=Unavailable.code, message=SCORES_LOST)
         if close.reason == "error":
             error = from_code(close.code, close.message, close.retry_after_ms)
             request.on_failed(stream, close)

@@ -10,6 +10,9 @@ The shapes follow the OpenAI API; the frames of a stream are numbered:
                   {"index","tokens","finish_reason","stop_reason"?}],"usage","timings"}
     error     {"type":"error","request_id","attempt","frame","error":{…}}
 
+The first frame after `accepted` that has text, or the last, has `"prompt_logprobs"` on request: a list by
+token, in vLLM's form.
+
 A completion has `"text"` in place of `"delta"`, and `"logprobs"` on request. `stop_reason` is the stop string
 that ended a choice. The concatenated texts of a choice are its whole answer. `done` and `error` carry the
 header `Headrace-End: 1`. Deltas are the hot path: their JSON is formatted by hand around the escaped text.
@@ -34,7 +37,15 @@ from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring as quote
 from typing import Any
 
-from services.detokenizer.text import Delta, Mark, SequenceStream, merged
+from services.detokenizer.text import (
+    Delta,
+    LogprobShape,
+    Mark,
+    Score,
+    ScoreReader,
+    SequenceStream,
+    merged,
+)
 from shared import messages
 from shared.codec import open_of
 from shared.errors import HeadraceError, Moved
@@ -60,7 +71,8 @@ class ResponseText:
 
     __slots__ = (
         "_frames", "_reply", "_sent", "began_us", "choices", "closed", "deaths", "ended", "error", "first_us",
-        "inbox", "kept", "number", "opened", "opened_us", "reader", "since_us", "torn", "trace", "unwanted",
+        "inbox", "kept", "number", "opened", "opened_us", "prompt", "reader", "since_us", "torn", "trace",
+        "unwanted",
     )  # fmt: skip
 
     def __init__(self, opened: messages.Open, number: int, trace: str) -> None:
@@ -75,7 +87,8 @@ class ResponseText:
         self.torn = 0  # requests to re-open it after lost messages; 0: no message is lost
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}
-        self._frames = FrameBuilder(opened)
+        self.prompt = PromptScores(opened.prompt_tokens if opened.prompt_logprobs else 0)
+        self._frames = FrameBuilder(opened, self.prompt)
         self._sent: list[tuple[int, Delta]] = []  # (choice, delta), kept for a reconnect
         self._reply = b""  # of a plain request, as sent
         self.ended = False
@@ -88,6 +101,7 @@ class ResponseText:
     def add(self, opened: messages.Open, vocabulary: Vocabulary) -> SequenceStream:
         """Add a choice."""
         stream = self.choices[opened.choice] = SequenceStream(opened, vocabulary)
+        self.prompt.shape = self.prompt.shape or LogprobShape(vocabulary, opened.format == "chat")
         return stream
 
     def note_opened(self, now_us: int, wall_us: int) -> None:
@@ -108,7 +122,9 @@ class ResponseText:
         return self._frames.accepted()
 
     def delta(self) -> bytes:
-        """A frame with all unsent text; empty if there is none."""
+        """A frame with all unsent text; empty if there is none, or the prompt's log probabilities lack."""
+        if not self.prompt.is_whole:
+            return b""
         waiting = [(i, s.drain()) for i, s in self.choices.items() if s.has_text]
         self._sent += waiting
         if len(self._sent) > MAX_SENT:
@@ -127,6 +143,8 @@ class ResponseText:
 
     def rest(self, has: Mapping[int, int]) -> bytes:
         """The frame after `accepted` for a client that has so many characters of each choice."""
+        if not self.prompt.is_whole:
+            return b""
         self._sent += [(i, s.drain()) for i, s in self.choices.items() if s.has_text]
         self._sent = self._merged_sent()
         cut = [(i, replace(d, text=d.text[has.get(i, 0) :])) for i, d in self._sent]
@@ -192,7 +210,7 @@ class ResponseText:
             self._reply = embedding(self.opened, self.closed[0].message.vector, self._facts())
             return self._reply
         whole = [(self.choices[i].drain(), self._ending(i)) for i in sorted(self.closed)]
-        self._reply = answer(self.opened, whole, self._facts())
+        self._reply = answer(self.opened, whole, {**self.prompt.body(), **self._facts()})
         return self._reply
 
     def last_frame(self, frames: FrameBuilder) -> bytes:
@@ -247,10 +265,10 @@ class Reader:
 
     __slots__ = ("_marks", "frames", "inbox", "number")
 
-    def __init__(self, opened: messages.Open, inbox: str, number: int) -> None:
+    def __init__(self, request: ResponseText, inbox: str, number: int) -> None:
         self.inbox = inbox
         self.number = number
-        self.frames = FrameBuilder(opened)
+        self.frames = FrameBuilder(request.opened, request.prompt)
         self._marks: dict[int, Mark] = {}
 
     def begin(self, has: Mapping[int, int], attempt: int) -> bytes:
@@ -260,9 +278,42 @@ class Reader:
 
     def delta(self, choices: Mapping[int, SequenceStream]) -> bytes:
         """A frame with all text that is new to it; empty if there is none."""
+        if not self.frames.prompt.is_whole:
+            return b""
         found = [(i, s.since(self._marks.setdefault(i, Mark()))) for i, s in sorted(choices.items())]
         new = [(i, delta) for i, delta in found if delta is not None]
         return self.frames.delta(new) if new else b""
+
+
+class PromptScores:
+    """The log probabilities of a request's prompt, whose `tokens` are 0 without any. They arrive in order,
+    and again from another scheduler; the first ones stay."""
+
+    __slots__ = ("_ranks", "_scores", "_tokens", "shape")
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._scores: list[Score] = []
+        self._ranks = array("i")
+        self.shape: LogprobShape | None = None
+
+    def add(self, piece: messages.PromptTokens) -> None:
+        """Take a piece: what is new of it, if it follows."""
+        known = len(self._scores) - piece.first
+        if known >= 0:
+            self._scores += ScoreReader(piece).next_row(len(piece.ids))[known:]
+            self._ranks += piece.ranks[known:]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no log probability is awaited."""
+        return len(self._scores) >= self._tokens
+
+    def body(self) -> dict[str, Any]:
+        """The field of an answer or frame; nothing if the request asks for none."""
+        if not self._tokens or self.shape is None:
+            return {}
+        return {"prompt_logprobs": self.shape.prompt(self._scores, self._ranks)}
 
 
 def slowest(timings: Iterable[messages.Timings]) -> messages.Timings:
@@ -280,13 +331,16 @@ class FrameBuilder:
         "_chat",
         "_frame",
         "_prefix",
+        "_prompt_sent",
         "_request",
         "_role_sent",
         "attempt",
+        "prompt",
     )
 
-    def __init__(self, opened: messages.Open) -> None:
+    def __init__(self, opened: messages.Open, prompt: PromptScores) -> None:
         self._request = opened.request
+        self.prompt, self._prompt_sent = prompt, False
         self.attempt = (opened.attempt - 1) * MAX_RESENDS + 1
         created = opened.received_wall_us // 1_000_000
         self._about = {"model": opened.model, "created": created, **_run_of(opened)}
@@ -301,6 +355,7 @@ class FrameBuilder:
         """Another reader gets the frames from now on; it has so many characters of each choice. Returns its
         first frame."""
         self.attempt, self._frame, self._at = attempt, 0, dict(has)
+        self._prompt_sent = False
         self._role_sent = {choice for choice, chars in has.items() if chars}
         self._prefix = self._delta_prefix()
         return self.accepted()
@@ -308,12 +363,12 @@ class FrameBuilder:
     def start_over(self) -> None:
         """Start a new attempt."""
         self.attempt += 1
-        self._frame = 0
+        self._frame, self._prompt_sent = 0, False
         self._prefix = self._delta_prefix()
 
     def rewind(self) -> None:
         """Restart the numbers after `accepted`: the frames built since then were not sent."""
-        self._frame = 1
+        self._frame, self._prompt_sent = 1, False
         self._role_sent.clear()
         if self._at is not None:
             self._at.clear()
@@ -330,7 +385,13 @@ class FrameBuilder:
         """A frame with new text of one or more choices."""
         number, self._frame = self._frame, self._frame + 1
         parts = [self._choice(index, delta) for index, delta in choices]
-        return f'{self._prefix}{number},"choices":[{",".join(parts)}]}}'.encode()
+        more = "".join(f',"{name}":{to_json(value).decode()}' for name, value in self._prompt_once().items())
+        return f'{self._prefix}{number},"choices":[{",".join(parts)}]{more}}}'.encode()
+
+    def _prompt_once(self) -> dict[str, Any]:
+        """The log probabilities of the prompt, for the first frame that may have them."""
+        sent, self._prompt_sent = self._prompt_sent, True
+        return {} if sent else self.prompt.body()
 
     def _choice(self, index: int, delta: Delta) -> str:
         text = quote(delta.text)
@@ -351,7 +412,9 @@ class FrameBuilder:
 
     def done(self, choices: list[dict[str, Any]], facts: Mapping[str, Any]) -> bytes:
         """The last frame of an answer; `facts` holds usage and timings."""
-        return to_json({**self._head("done"), **self._about, "choices": choices, **facts})
+        return to_json(
+            {**self._head("done"), **self._about, "choices": choices, **self._prompt_once(), **facts}
+        )
 
     def error(self, error: HeadraceError, trace: str) -> bytes:
         """The last frame of a failed request."""

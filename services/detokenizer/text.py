@@ -17,7 +17,7 @@ from shared.answer_formats.formats import chosen, markers_of
 from shared.answer_formats.parser import AnswerParser, called_functions, can_reason, reasoning_tokens
 from shared.codec import MAX_CALL_CHARS, MAX_CALLS
 from shared.errors import EngineError
-from shared.messages import Open, Tokens
+from shared.messages import Open, PromptTokens, Tokens
 from shared.vocab.vocabulary import Vocabulary
 
 
@@ -186,9 +186,11 @@ class SequenceStream:
         return reasoning_tokens(self._format, self.ids[:final], self._decoder.table)
 
     def calls(self, final: int) -> tuple[str, ...]:
-        """The functions that the answer of `final` tokens calls, as many and as much of each as Ended has."""
+        """The functions that the answer of `final` tokens calls, as many and as much of each as Ended has.
+        Half of a surrogate pair, which a model can write as an escape and no message holds, becomes `?`."""
         names = called_functions(self._format, self.ids[:final], self._decoder.table)
-        return tuple(name[:MAX_CALL_CHARS] for name in names[:MAX_CALLS])
+        cut = [name[:MAX_CALL_CHARS] for name in names[:MAX_CALLS]]
+        return tuple(name.encode("utf-8", "replace").decode() for name in cut)
 
     def _finish_text(self) -> str:
         """Add the held text. Returns a stop string in it: some text is content only by the end after it."""
@@ -386,7 +388,7 @@ def _finder_of(opened: Open) -> StopFinder | ContentStops:
 class ScoreReader:
     """Walks the logprob columns of one Tokens message, row by row."""
 
-    step: Tokens
+    step: Tokens | PromptTokens
     _at: int = field(default=0)  # in ids
     _top: int = field(default=0)  # in top_ids
 
@@ -424,6 +426,21 @@ class LogprobShape:
     def anew(self) -> LogprobShape:
         """The same shape for a reader that has nothing yet."""
         return LogprobShape(self._vocabulary, self._chat)
+
+    def prompt(self, scores: Sequence[Score], ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """The log probabilities of a prompt in vLLM's form: by token id, the token itself first. The first
+        token follows none and has null."""
+        entries = []
+        for score, rank in zip(scores, ranks, strict=True):
+            entry = {str(score.token): self._ranked(score.token, score.logprob, rank)}
+            for nth, (token, value) in enumerate(score.alternatives):
+                entry.setdefault(str(token), self._ranked(token, value, nth + 1))
+            entries.append(entry)
+        return entries
+
+    def _ranked(self, token: int, value: float, rank: int) -> dict[str, Any]:
+        text = self._vocabulary.token_text(token)
+        return {"logprob": _rounded(value) if rank else None, "rank": rank or None, "decoded_token": text}
 
     def body(self, scores: list[Score]) -> dict[str, Any]:
         """`logprobs` of the tokens that follow those of the previous call."""

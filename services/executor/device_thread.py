@@ -389,6 +389,7 @@ class Step:
             vectors=output.vectors,
             counts=output.counts,
             drafted=output.drafted,
+            prompts=() if self._pending is None else self._pending.prompts,
             segments=ints(
                 n for segment in output.segments for n in (segment.lane, segment.from_us, segment.took_us)
             ),

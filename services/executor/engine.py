@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared import messages
-from shared.errors import NO_TEXT, HeadraceError, SetupError
+from shared.errors import NO_PROMPT_SCORES, NO_TEXT, HeadraceError, SetupError
 from shared.kv_blocks import blocks_for
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class BackendInfo:
     max_drafts: int = 0  # see ExecHello
     max_draft_rows: int = 0
     adapter_places: int = 0
+    scores_prompts: bool = False
 
     @property
     def context(self) -> int:
@@ -169,6 +170,7 @@ class Pending:
     due_s: float = 0.0  # simulated engine: when the forward ends, on the monotonic clock
     segments: Callable[[], tuple[Segment, ...]] = tuple  # of a split step, once it has ended
     drafts: Drafts | None = None  # then `plan` has a row for each of them
+    prompts: tuple[messages.PromptTokens, ...] = ()  # of the prompts whose log probabilities are asked for
 
     @property
     def positions(self) -> list[int]:
@@ -511,6 +513,8 @@ def sequence_error(opened: messages.SlotOpen, info: BackendInfo) -> str:
             return f"{what}: the weights have {info.vocab} tokens, and no token {largest}"
     if 0 < info.max_stop_ids < len(opened.stop_ids):
         return f"stop_token_ids: {len(opened.stop_ids)} with the model's own, over {info.max_stop_ids}"
+    if opened.prompt_logprobs and not info.scores_prompts:
+        return f"prompt_logprobs: {NO_PROMPT_SCORES}"
     if opened.pooling and (error := _pooling_error(opened.pooling, info)):
         return error
     if not opened.pooling and not info.generates:

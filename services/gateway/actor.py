@@ -172,14 +172,8 @@ class GatewayActor(Actor):
     def _model_of(self, name: str, tenant: str, request: str) -> str:
         """The model for a request to an alias, else the name as it is: that of an adapter, too. The name of a
         model goes first."""
-        peers = self._mailbox.peers
         alias = self._aliases.get(name)
-        if (
-            alias is None
-            or alias.adapter is not None
-            or name in peers.models("tokenizer")
-            or name in peers.aliases()
-        ):
+        if alias is None or alias.adapter is not None or self._mailbox.peers.has_model(name):
             return name
         return self._aliases.resolve(name, tenant, request) or name
 

@@ -36,7 +36,18 @@ from shared.client.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call, answer, read_call, read_vectors_call, stop_reason, total, vectors
+from shared.openai.call import (
+    Call,
+    answer,
+    as_in_vllm,
+    of_prompt,
+    placed_after,
+    read_call,
+    read_vectors_call,
+    stop_reason,
+    total,
+    vectors,
+)
 
 Body = dict[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -65,6 +76,7 @@ class _Sent:
     tokens: int = 0  # with sent log probabilities
     around: tuple[str, str] = ("", "")  # JSON of a chunk with only text, before and after the text
     reader: AnswerReader | None = None  # None: the text is the content
+    before: int = 0  # characters of the prompt's tokens, for the places of the answer's
 
     def begin_again(self) -> None:
         self.again = self.again_checksum = 0
@@ -139,7 +151,7 @@ class ChunkBuilder(Chunks):
         if first not in self._sent:
             indexes = range(first, first + self._call.n)
             self._count(prompt, 0)
-            chunks = [to_text(chunk) for index in indexes for chunk in self._first(index, prompt)]
+            chunks = [to_text(chunk) for index in indexes for chunk in self._first(index, prompt, frame)]
         if kind == "delta":
             for choice in frame["choices"]:
                 self._count(prompt, choice["first"] + choice["count"])
@@ -176,20 +188,29 @@ class ChunkBuilder(Chunks):
         }
 
     def _chunk(
-        self, index: int, content: Body, logprobs: Body | None, reason: str | None, **more: str
+        self, index: int, content: Body, logprobs: Body | None, reason: str | None, **more: Any
     ) -> Body:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason, **more}
         return {**self._head, "choices": [choice], **self._tail}
 
-    def _first(self, index: int, prompt: int) -> list[Body]:
+    def _first(self, index: int, prompt: int, frame: Body) -> list[Body]:
         sent = self._sent[index] = _Sent()
         sent.around = self._around(index)
         if self._call.chat:
             name = f"{self._call.request_id}_{index}"
             sent.reader = reader_of(self._format, self._call.functions, name)
+        scores, logprobs = frame.get("prompt_logprobs", ()), None
+        more = {"prompt_logprobs": as_in_vllm(scores)} if self._call.prompt_scores else {}
         if self._call.chat:
-            return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)]
-        return [self._chunk(index, {"text": self._echoed[prompt]}, None, None)] if self._echoed else []
+            chunk = self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+            return [{**chunk, **more}]
+        if self._call.echo_scores:
+            logprobs = of_prompt(scores, self._call.bodies[0]["prompt_logprobs"])
+            sent.before = len("".join(logprobs["tokens"]))
+        if not (self._echoed or more):
+            return []
+        text = self._echoed[prompt] if self._echoed else ""
+        return [self._chunk(index, {"text": text}, logprobs, None, **more)]
 
     def _around(self, index: int) -> tuple[str, str]:
         content: Body = {"delta": {"content": _MARK}} if self._call.chat else {"text": _MARK}
@@ -202,6 +223,8 @@ class ChunkBuilder(Chunks):
         logprobs = choice.get("logprobs")
         if logprobs is not None:
             end = choice["first"] + choice["count"]
+            if sent.before:
+                logprobs = placed_after(sent.before, logprobs)
             logprobs = _unsent(logprobs, end, sent.tokens)
             sent.tokens = max(end, sent.tokens)
         if sent.reader is not None:

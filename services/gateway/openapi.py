@@ -227,7 +227,10 @@ def _requests(more: Sequence[type[BaseModel]]) -> dict[str, Schema]:
     completion["prompt"]["anyOf"] = _or_several(prompts, MAX_PROMPTS)
     given = schemas["EmbeddingRequest"]["properties"]["input"]
     given["anyOf"] = _or_several(given["anyOf"], MAX_INPUTS)
-    completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
+    completion["echo"] = {
+        "type": "boolean",
+        "description": "start with the prompt, and with `logprobs` with those of the prompt",
+    }
     for schema in schemas.values():
         fields, required = schema.get("properties", {}), schema.get("required", ())
         fields |= {field: or_null(each) for field, each in fields.items() if field not in required}

@@ -74,8 +74,9 @@ class Verbs:
         # a record that a mirror lacks costs a second run, whose record is then taken
         if (known := await self._known(tenant, request_id, sure=False)) is not None:
             return _same(known, digest, model)
-        asked, model = model, self._aliases.resolve(model, tenant, request_id) or model
-        if self._aliases.adapter(asked, tenant) is not None:
+        asked, is_model = model, self._peers.has_model(model)
+        model = model if is_model else self._aliases.resolve(model, tenant, request_id) or model
+        if not is_model and self._aliases.adapter(asked, tenant) is not None:
             body |= {"model": asked}  # the model's tokenizer finds the adapter by it, also later
         elif "model" in body and model != asked:
             body |= {"model": model}

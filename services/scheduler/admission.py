@@ -481,6 +481,7 @@ def _slot_open(sequence: Sequence, place: int) -> SlotOpen:
         stop_ids=tokenized.stop_ids,
         logprobs=tokenized.logprobs,
         prompt_logprobs=tokenized.prompt_logprobs,
+        prompt_alternatives=tokenized.prompt_alternatives,
         grammar=tokenized.grammar,
         tokens=sequence.tokens[:],
         processors=tokenized.processors,

@@ -164,6 +164,8 @@ def open_sequences(state: State, request: requests.Request) -> None:
         if scores is not None and apart:
             for message in _scored_tokens(sequence, scores, held):
                 state.send(f"detokenizer.{request.shard}", message)
+    for piece in request.prompt_scores:
+        state.send(f"detokenizer.{request.shard}", dataclasses.replace(piece, seq=request.sequences[0].seq))
 
 
 def _scored_tokens(

@@ -29,7 +29,7 @@ from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import DECODE, Executor, State
 from services.scheduler.state.waiting_queue import MAX_CLIENTS, TenantBacklog
 from shared.codec import MAX_TOKENS
-from shared.errors import rejection
+from shared.errors import NO_PROMPT_SCORES, rejection
 from shared.fair_share import is_over_share
 from shared.kv_blocks import blocks_for
 from shared.messages import ExecHello, Rejected, Tokenized
@@ -170,6 +170,8 @@ def _unknown(executors: list[Executor], tokenized: Tokenized) -> str:
             f"`stop_token_ids`: {len(tokenized.stop_ids)} with the model's own are over the {max(most)} of "
             "the engine: ask for fewer"
         )
+    if tokenized.prompt_logprobs and not all(executor.hello.scores_prompts for executor in executors):
+        return f"`prompt_logprobs`: {NO_PROMPT_SCORES}"
     return ""
 
 

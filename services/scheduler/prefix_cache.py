@@ -26,9 +26,12 @@ def extend_keys(executor: Executor, sequence: Sequence) -> None:
 
 
 def keyed_of(executor: Executor, sequence: Sequence) -> tuple[bytes, int]:
-    """The root of a sequence's keys on this executor, and the tokens of a block."""
-    hello, tokenized = executor.hello, sequence.request.tokenized
-    return root_key(hello.fingerprint, tokenized.tenant, tokenized.adapter), hello.block_tokens
+    """The root of a sequence's keys on this executor, and the tokens of a block. A request for the log
+    probabilities of its prompt has keys of its own: a hit of another one's blocks would skip their rows."""
+    hello, tokenized, tenant = executor.hello, sequence.request.tokenized, sequence.tenant
+    if tokenized.prompt_logprobs:
+        tenant = f"{tenant} {tokenized.request} {sequence.request.arrival_us}"
+    return root_key(hello.fingerprint, tenant, tokenized.adapter), hello.block_tokens
 
 
 def lookup(executor: Executor, sequence: Sequence) -> list[int]:

@@ -83,11 +83,22 @@ def _apply(state: State, executor: Executor, result: StepResult) -> None:
     if result.error:
         _fail_step(state, executor, flight, result)
         return
+    _send_prompt_scores(state, result)
     over: list[tuple[Sequence, str]] = []
     used, tokens = _give(state, executor, flight, result, over)
     state.counters.wasted_rows += len(flight.rows) - used
     state.counters.generated_tokens += tokens
     _end(state, executor, over)
+
+
+def _send_prompt_scores(state: State, result: StepResult) -> None:
+    """Send the log probabilities of prompts on. The choices of a request share one prompt."""
+    for piece in result.prompts:
+        sequence = state.sequences.get(piece.seq)
+        if sequence is None or not sequence.request.keep_prompt_scores(piece):
+            continue
+        if shard := sequence.request.shard:
+            state.send(f"detokenizer.{shard}", piece)
 
 
 def _give(

@@ -365,6 +365,8 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         stop=tuple(request.stop),
         stop_ids=ints(_stop_ids(request, model.vocabulary)),
         logprobs=_logprobs(request),
+        prompt_logprobs=request.prompt_logprobs is not False,
+        prompt_alternatives=int(request.prompt_logprobs),
         include_stop=request.include_stop_str_in_output,
         include_usage=request.stream_options.include_usage,
         processors=_processors(request, model),
@@ -385,7 +387,8 @@ def _adapter(
     """The fields of the adapter to which a request was sent, or whose name its body has; none without one.
     Raises UnknownModel for one that was removed, and Unavailable for one that this tokenizer lacks."""
     name = subjects.untoken(submission.alias) if submission.adapted and submission.alias else request.model
-    files = None if name is None else model.adapter_of(name, submission.tenant)
+    is_model = name in model.names and not submission.adapted  # it may have the name of a removed adapter
+    files = None if name is None or is_model else model.adapter_of(name, submission.tenant)
     if files is None:
         if submission.adapted:
             raise errors.Unavailable(

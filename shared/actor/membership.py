@@ -155,6 +155,10 @@ class Peers:
         heartbeats = (p.heartbeat for p in self._peers.values())
         return sorted({b.model for b in heartbeats if b.kind == kind and b.state == "ready" and b.model})
 
+    def has_model(self, name: str) -> bool:
+        """Whether a ready tokenizer serves a model by this name: it goes before an alias or an adapter."""
+        return name in self.models("tokenizer") or name in self.aliases()
+
     def aliases(self) -> dict[str, str]:
         """The models of the ready tokenizers by their further names."""
         heartbeats = (self._peers[f"tokenizer.{actor}"].heartbeat for actor in self.ready("tokenizer"))

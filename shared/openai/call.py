@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 from shared.api import REQUEST_ID
@@ -55,6 +56,9 @@ class Call:
     continuous_usage: bool = False  # in each of its chunks
     n: int = 1  # choices of each prompt
     echo: bool = False  # the text starts with the prompt
+    echo_scores: bool = False  # and its log probabilities with those of the prompt
+    prompt_scores: bool = False  # the answer has `prompt_logprobs`
+    drops_answer: bool = False  # the one token that is generated to have the scores is not shown
     functions: Functions | None = None  # that its text may call
     keep: Body = field(default_factory=dict)  # what an answer needs later, beside the native request
 
@@ -94,9 +98,22 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
         raise BadRequest("`stream_options` is for `stream: true` alone", param="stream_options")
     usage, native = _usage(fields, stream=stream)
     keep = native.pop("keep") if isinstance(native.get("keep"), Kept) else {}
-    echo = not chat and native.get("echo") is True and not native.get("logprobs")
+    echo, asked = not chat and native.get("echo") is True, native.get("prompt_logprobs")
+    scores = native.get("logprobs")
+    echo_scores = echo and scores is not None and scores is not False
     if echo:
         native.pop("echo")
+    if echo_scores and asked in (None, False):
+        native["prompt_logprobs"] = 0 if scores is True else scores
+    limit, drops_answer = native.get("max_tokens"), False
+    if (
+        echo
+        and not stream
+        and limit == 0
+        and type(limit) is int
+        and native.get("prompt_logprobs") is not None
+    ):
+        native["max_tokens"], drops_answer = 1, True
     n, named = fields.get("n", 1), native.setdefault("request_id", request_id)
     return Call(
         chat=chat,
@@ -107,6 +124,9 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
         continuous_usage=usage and native["stream_options"].get("continuous_usage_stats") is True,
         n=n if type(n) is int else 1,  # the tokenizer will refuse any other
         echo=echo,
+        echo_scores=echo_scores,
+        prompt_scores=asked is not None and asked is not False,
+        drops_answer=drops_answer,
         functions=functions_of(fields) if chat else None,
         keep=keep,
     )
@@ -211,6 +231,7 @@ def _word(error: HeadraceError) -> str | None:
 
 def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
     """One answer from the native answers to all prompts; `echoed` holds the texts that they start with."""
+    native = [_without_answer(whole) for whole in native] if call.drops_answer else native
     first = native[0]
     choices = [
         _choice(call, prompt * call.n + choice["index"], choice, whole, echoed[prompt] if echoed else "")
@@ -225,6 +246,8 @@ def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
         "choices": choices,
         "usage": total([whole["usage"] for whole in native]),
     }
+    if call.chat and call.prompt_scores:
+        body["prompt_logprobs"] = as_in_vllm(first["prompt_logprobs"])
     if len(native) == 1 and "timings" in first:
         body["timings"] = first["timings"]
     return body
@@ -261,6 +284,13 @@ def total(usages: Sequence[Body]) -> Body:
 def _choice(call: Call, index: int, choice: Body, whole: Body, echoed: str) -> Body:
     tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"], **stop_reason(choice)}
     if not call.chat:
+        prompt = whole.get("prompt_logprobs", ())
+        if call.echo_scores:
+            before = of_prompt(prompt, call.bodies[0]["prompt_logprobs"])
+            its = placed_after(len("".join(before["tokens"])), tail["logprobs"])
+            tail["logprobs"] = {name: before[name] + [*its[name]] for name in before}
+        if call.prompt_scores:
+            tail["prompt_logprobs"] = as_in_vllm(prompt)
         return {"index": index, "text": echoed + choice["text"], **tail}
     message = choice["message"]
     reader = reader_of(whole.get("answer_format", ""), call.functions, f"{call.request_id}_{index}")
@@ -268,6 +298,46 @@ def _choice(call: Call, index: int, choice: Body, whole: Body, echoed: str) -> B
         message = reader.message(message["content"])
         tail["finish_reason"] = reader.reason(tail["finish_reason"])
     return {"index": index, "message": {**message, "refusal": None}, **tail}
+
+
+def _without_answer(whole: Body) -> Body:
+    """A completion without its generated tokens."""
+    nothing = {"text": "", "finish_reason": "length"}
+    choices = [
+        {**choice, **nothing, "logprobs": choice["logprobs"] and dict.fromkeys(choice["logprobs"], ())}
+        for choice in whole["choices"]
+    ]
+    usage = {**whole["usage"], "completion_tokens": 0, "total_tokens": whole["usage"]["prompt_tokens"]}
+    return {**whole, "choices": choices, "usage": usage}
+
+
+def as_in_vllm(prompt: Sequence[Body]) -> list[Body | None]:
+    """The log probabilities of a prompt from the native form: vLLM has null for the first token."""
+    return [None, *prompt[1:]]
+
+
+def of_prompt(prompt: Sequence[Body], alternatives: int) -> dict[str, list[Any]]:
+    """The same as `logprobs` of a completion with so many alternatives. The first token has none."""
+    own = [next(iter(each.values())) for each in prompt]
+    texts = [each["decoded_token"] for each in own]
+    tops: list[Body | None] = [None]
+    for each in prompt[1:]:
+        found: dict[str, float] = {}
+        for entry in sorted(each.values(), key=lambda entry: int(entry["rank"])):
+            if entry["rank"] <= alternatives:
+                found.setdefault(entry["decoded_token"], entry["logprob"])
+        tops.append(found)
+    return {
+        "tokens": texts,
+        "token_logprobs": [each["logprob"] for each in own],
+        "top_logprobs": tops,
+        "text_offset": [*accumulate(map(len, texts[:-1]), initial=0)],
+    }
+
+
+def placed_after(chars: int, logprobs: Body) -> Body:
+    """The log probabilities of an answer whose text follows so many characters."""
+    return {**logprobs, "text_offset": [chars + offset for offset in logprobs["text_offset"]]}
 
 
 def stop_reason(choice: Body) -> dict[str, str]:

@@ -153,7 +153,7 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
             kind, **names(kind), seqs=many, first=many, counts=ints([1]) * count, ids=many,
             **scores(count, tops),
         ),
-        "PromptTokens": lambda: but(kind, ids=many, **scores(count, tops)),
+        "PromptTokens": lambda: but(kind, ids=many, ranks=ints([1]) * count, **scores(count, tops)),
         "Detached": lambda: but(kind, seqs=many),
         "KvRelease": lambda: but(kind, jobs=many),
         "KvGone": lambda: but(kind, keys=bytes(32 * count)),

@@ -17,6 +17,7 @@ from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
 
 from shared import bodies
+from shared.aliases import AdapterFiles, Alias
 from shared.client.client import Client
 from shared.errors import UnknownModel
 from shared.nats import subjects
@@ -165,6 +166,16 @@ async def test_an_adapter_of_a_tenant_does_not_exist_for_others(
     acme = await Client.open(await pipeline.connect(), "acme")
     assert (await acme.complete({**ASKED, "model": "own"}))["usage"]["completion_tokens"] == 6
     await change(pipeline, "own")
+
+
+async def test_a_model_answers_under_the_name_that_an_adapter_had(
+    pipeline: Pipeline, http: httpx.AsyncClient
+) -> None:
+    """Such as one that has the adapter merged: it starts after the adapter was removed."""
+    removed = Alias(MODEL, 1, (), AdapterFiles("ab", "/a", 4, 8))
+    pipeline.client.bus.publish(subjects.alias(MODEL), removed.pack())
+    named = await http.post("/v1/completions", json={**ASKED, "model": MODEL})
+    assert (named.status_code, named.json().get("model")) == (200, MODEL), named.text
 
 
 async def test_the_key_of_a_tenant_adds_no_adapter(pipeline: Pipeline, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from services.tokenizer import actor as tokenizer
 from services.tokenizer import aliases, queries
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.runtime import Actor, Runtime
-from shared.aliases import Alias
+from shared.aliases import AdapterFiles, Alias
 from shared.client.client import error_of
 from shared.clock import SystemClock
 from shared.config import load
@@ -348,7 +348,16 @@ async def test_aliases_outlive_the_fleet_and_a_stored_request_keeps_its_model(du
 
     state = await answered()
     assert (state["model"], state["answer"]["model"]) == ("new", "new")
+    for name, targets in (("new", (("big", 1),)), ("big", ())):  # names that models have by now: these count
+        files = None if targets else AdapterFiles("ab", "/a", 4, 8)
+        two.client.bus.publish(subjects.alias(name), Alias(name, 1, targets, files).pack())
+        await two.client.bus.flush()
+        stored = await two.client.request(
+            subjects.submit("public", name), {**ASKED, "model": name, "request_id": f"of-{name}"}
+        )
+        assert stored.get("model", name) == name
     await two.set("code")
+    await two.set("new")
     await two.runtimes.pop("keeper-1").finish(5)
     await two.rest()
 

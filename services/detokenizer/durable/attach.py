@@ -113,7 +113,7 @@ class Attachments:
             error = Moved(MOVED_WHY)
             data = before.frames.error(error, request.trace)
             commands.append(Publish(before.inbox, data, before.number, end_headers(error, request.trace)))
-        reader = Reader(request.opened, inbox, self._table.next_number())
+        reader = Reader(request, inbox, self._table.next_number())
         self._table.set_reader(request, reader)
         commands.append(Publish(inbox, reader.begin(has, attempt), reader.number))
         if rest := reader.delta(request.choices):

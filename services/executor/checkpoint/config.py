@@ -77,7 +77,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     config = {**family.defaults, **config}
     heads = int(config["num_attention_heads"])
     head_dim = rotated_dim(int(config.get("head_dim") or int(config["hidden_size"]) // heads))
-    rope, local = hf_rope(config)
+    rope, local = hf_rope(config, own_local=family.local_rope)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     context = int(config.get("max_position_embeddings", 2048))
     rotation = rope_fields(rope, theta, head_dim, context)
@@ -236,16 +236,24 @@ def rope_fields(rope: Mapping[str, Any], theta: float, head_dim: int, context: i
     return {**fields, "rope_factors": of_head(factors)}
 
 
-def hf_rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def hf_rope(
+    config: Mapping[str, Any], *, own_local: bool = False
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The rope settings of a config.json, with two that may stand beside them: a partial rotation, if they
     have none, and the original context, which counts first (as in transformers). Then those of layers with a
-    window, if it has such."""
+    window, if these have their own; `own_local`: they always do. Raises SetupError for rope_parameters
+    of all layers then, which transformers leaves out."""
     scaling, given = config.get("rope_scaling") or {}, dict(config.get("rope_parameters") or {})
     local: dict[str, Any] | None = None
     if _BY_KIND & given.keys():
         local = dict(given.get("sliding_attention") or {})
         given = dict(given.get("full_attention") or {})
-    elif "rope_local_base_freq" in config:
+    elif own_local:
+        if given:
+            raise SetupError(
+                f"rope_parameters for all layers, {shown(given)}, are not supported in such a model: put "
+                "them under full_attention, those of layers with a window under sliding_attention"
+            )
         local = {}
     if local is not None and "rope_local_base_freq" in config:
         local.setdefault("rope_theta", config["rope_local_base_freq"])

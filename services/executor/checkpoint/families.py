@@ -55,6 +55,7 @@ class Family:
     acts: Mapping[str, str] = field(default_factory=lambda: {"silu": SILU})  # by its name there
     windows: bool = True  # False: a sliding window is never computed
     full_each: int = 0  # each so many-th layer has no window; 0: all have one
+    local_rope: bool = False  # what scales rotations is for layers without a window
     window_switch: bool = False  # a sliding window needs use_sliding_window
     in_gguf: bool = False
     gguf: str = ""  # the architecture in GGUF files, if it is not the model type; norms have the offset there
@@ -168,8 +169,8 @@ def layer_kinds(config: Mapping[str, Any], full_each: int) -> tuple[bool, ...]:
 
 
 def _without_window(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers that see the whole past."""
-    kinds = layer_kinds(config, int(config["sliding_window_pattern"]))
+    """The layers that see the whole past: each fourth one if the config names none."""
+    kinds = layer_kinds(config, 4)
     return tuple(i for i, windowed in enumerate(kinds) if not windowed)
 
 
@@ -270,9 +271,10 @@ FAMILIES: Mapping[str, Family] = {
             **_GEMMA, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
             "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6,
         },
-        reads=_BIAS | _GEMMA_KEYS | _PATTERN | {"rope_local_base_freq"},
+        reads=(_BIAS | _GEMMA_KEYS | _PATTERN | {"rope_local_base_freq"}) - {"attn_logit_softcapping"},
         options={"qk_norm": True}, computes=_gemma, tensors=_GEMMA_NORMS, architecture="gemma3forcausallm",
-        act="hidden_activation", acts=_GELU, full_each=6, fixed=_GEMMA_FIXED, in_gguf=True, gguf="gemma3",
+        act="hidden_activation", acts=_GELU, full_each=6, local_rope=True, in_gguf=True, gguf="gemma3",
+        fixed={**_GEMMA_FIXED, "attn_logit_softcapping": None},
     ),
     "gpt_oss": Family(
         defaults={
@@ -307,6 +309,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo3": Family(
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
         reads=_BIAS, options={"qk_norm": True}, computes=_olmo, tensors=_POST_NORMS, full_each=4,
+        local_rope=True,
     ),
     "exaone4": Family(
         defaults={

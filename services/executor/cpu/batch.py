@@ -63,6 +63,7 @@ class Batch:
     prefill: tuple[PrefillChunk, ...]
     sampled: Tensor  # [samples], the token row of each sample row
     each_sampled: bool  # all token rows are sampled, in order
+    first: _Column  # [rows of the plan], the first token row of each
     padding: int  # token rows at the end without a token
     sequences: Any = None  # all rows, instead of `decode` and `prefill`
     adapted: Any = None  # the adapters of the token rows; None: no row has one
@@ -121,6 +122,7 @@ class BatchBuilder:
                 self._chunk(int(slots[i]), int(starts[i]), int(counts[i]), int(first[i])) for i in prefill
             ),
             sampled=self._on_device(sampled),
+            first=first,
             each_sampled=not padding and np.array_equal(sampled, np.arange(len(row))),
             padding=padding,
             sequences=sequences,

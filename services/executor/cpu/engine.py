@@ -68,11 +68,12 @@ from services.executor.sampling.sampler import (
     Sampler,
     append_sampled,
     end_slots,
+    prompt_scores,
     record_choices,
 )
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
-from shared.messages import AT_DEVICE, Ints, SlotOpen, StepPlan, ints
+from shared.messages import AT_DEVICE, Ints, PromptTokens, SlotOpen, StepPlan, ints
 from shared.processes import give_back_memory, importing
 
 
@@ -101,8 +102,13 @@ class TorchBackend:
         self._options, self._files = options, loaded.files
         alone = device.type == "cpu" and loaded.ranks.size * loaded.stage.count == 1
         self.info: BackendInfo = replace(
-            info_of(options, loaded), sleeps=alone, follows_grammars=follows, reports_grammars=follows
+            info_of(options, loaded),
+            sleeps=alone,
+            follows_grammars=follows,
+            reports_grammars=follows,
+            scores_prompts=loaded.ranks.size * loaded.stage.count == 1,
         )
+        self._scored: dict[int, SlotOpen] = {}  # slots whose prompts have log probabilities
         self._samples = loaded.stage.last
         self._comm_thread = CommThread() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
         if self._comm_thread is not None:  # collectives use the computing cores: split only where a plan asks
@@ -146,6 +152,9 @@ class TorchBackend:
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._slots.open(opened)
+        self._scored.pop(opened.slot, None)
+        if opened.prompt_logprobs:
+            self._scored[opened.slot] = opened
         self._sampler.open(opened)
         self._host_rows.open(opened)
         if self.adapters is not None:
@@ -156,6 +165,7 @@ class TorchBackend:
     def close_slot(self, slot: int) -> None:
         if self._speculation is not None:
             self._speculation.close(slot)
+        self._scored.pop(slot, None)
         self._slots.close(slot)
         self._sampler.close(slot)
         self._host_rows.close(slot)
@@ -182,10 +192,20 @@ class TorchBackend:
         if not whole and self._comm_thread is not None and (parts := split(plan)) is not None:
             return self._forward_micro_batches(plan, parts, self._comm_thread)
         batch = self._batches.build(plan, drafts)
-        logits, hidden = self._model.forward(batch, self._cache.tensor)
-        padding, forwarded = batch.padding, self._host_rows.forwarded()
+        logits, hidden, rows = self._model.forward(batch, self._cache.tensor)
+        prompts: tuple[PromptTokens, ...] = ()
+        if self._scored and rows is not None and not self._scored.keys().isdisjoint(plan.slots):
+            prompts = prompt_scores(
+                plan, batch.first, self._scored, lambda some: self._model.logits(rows[some])
+            )
         return Pending(
-            plan=plan, logits=logits, hidden=hidden, padding_rows=padding, forwarded=forwarded, drafts=drafts
+            plan=plan,
+            logits=logits,
+            hidden=hidden,
+            padding_rows=batch.padding,
+            forwarded=self._host_rows.forwarded(),
+            drafts=drafts,
+            prompts=prompts,
         )
 
     def _forward_micro_batches(self, plan: StepPlan, parts: MicroBatches, comm_thread: CommThread) -> Pending:
@@ -370,18 +390,19 @@ class Model:
         """Compile the kernels of the products for up to `most_rows` rows, so that no step waits for them."""
         self._products.compile(most_rows, self._like)
 
-    def forward(self, batch: Batch, kv: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Writes the KV of all rows. Returns the logits of the sampled rows, `[samples, vocab]` float32, and
-        their hidden states, `[samples, hidden]`; None on any stage but the last."""
+    def forward(self, batch: Batch, kv: Tensor) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+        """Writes the KV of all rows. Returns the logits of the sampled rows, `[samples, vocab]` float32,
+        their hidden states, `[samples, hidden]`, and those of all token rows, which the next step
+        overwrites; None on any stage but the last."""
         values = self._inputs(batch, kv)
         x = run_alone(self._layers(values))
         if not self._stage.last:
             self._stage.send(values.residual.clone())  # while it is sent, the next step overwrites it
-            return None, None
+            return None, None, None
         found = x[batch.sampled]
         if values.logits is None:
-            return self._logits(found), found
-        return shaped(values.logits, self._shapes), found
+            return self.logits(found), found, x
+        return shaped(values.logits, self._shapes), found, x
 
     def forward_micro_batches(
         self, micro_batches: Sequence[Batch], order: Tensor, kv: Tensor, run_interleaved: RunInterleaved
@@ -390,7 +411,7 @@ class Model:
         computed = run_interleaved([self._layers(self._inputs(batch, kv)) for batch in micro_batches])
         rows = [x[batch.sampled] for x, batch in zip(computed, micro_batches, strict=True)]
         found = torch.cat(rows)[order]
-        return self._logits(found), found
+        return self.logits(found), found
 
     def _inputs(self, batch: Batch, kv: Tensor) -> StepValues:
         """The embedding of the tokens, or what the stage before has computed."""
@@ -411,7 +432,8 @@ class Model:
             yield from run(self._steps, values, self._ranks, self._ranks.size)
         return values.x
 
-    def _logits(self, chosen: Tensor) -> Tensor:
+    def logits(self, chosen: Tensor) -> Tensor:
+        """The logits of hidden states, `[rows, vocab]` float32."""
         assert self._head is not None, "only the last stage has it"
         samples = len(chosen)
         if self._deterministic:

@@ -12,7 +12,7 @@ What slots of the torch and of the CUDA engine have in common: tokens, ends, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 
@@ -25,7 +25,17 @@ import kernels.cpu_jit
 from kernels.sampling.ref import COLUMN, FILTERS, INVALID, LOGITS, PARAMETERS, Stages, draw
 from services.executor.engine import StepOutput
 from shared.errors import EngineError
-from shared.messages import ROW_REFUSED, WHOLE_VECTOR, Ints, Sampling, SlotOpen, floats, ints
+from shared.messages import (
+    ROW_REFUSED,
+    WHOLE_VECTOR,
+    Ints,
+    PromptTokens,
+    Sampling,
+    SlotOpen,
+    StepPlan,
+    floats,
+    ints,
+)
 
 # Ids of a row without a token, by the reason; the done column has the same number without the sign.
 BY_MODEL, BY_REQUEST = -INVALID, -INVALID - 1
@@ -33,6 +43,7 @@ ROW_ERRORS = {
     BY_MODEL: "the logits of this sequence are not finite: NaN, infinity, or no token may follow",
     BY_REQUEST: f"{ROW_REFUSED}its penalties and logit_bias leave no finite logits: ask for milder ones",
 }
+SCORED_ROWS = 64  # rows of a prompt whose logits exist at once: 152k tokens take 39 MB of float32
 _STAGES = (*LOGITS, *FILTERS)
 _READS = [[COLUMN[each.field] for each in stage.reads] for stage in _STAGES]
 _OFF = np.array([each.off for each in PARAMETERS], dtype=np.float32)
@@ -383,3 +394,44 @@ def record_choices(last_tokens: Tensor, done: Tensor, slots: list[int], ids: Int
     at, chosen, ends = (torch.tensor(each, device=done.device) for each in (slots, list(ids), list(ended)))
     last_tokens[at] = torch.where(ends == 2, last_tokens[at], chosen.to(last_tokens.dtype))
     done[at] = (ends != 0).to(done.dtype)
+
+
+def prompt_scores(
+    plan: StepPlan,
+    first: Sequence[int] | NDArray[np.int64],
+    asked: Mapping[int, SlotOpen],
+    logits_of: Callable[[slice], Tensor],
+) -> tuple[PromptTokens, ...]:
+    """The log probabilities of the prompts of the slots `asked` that a step computes: row p of a prompt gives
+    that of token p + 1. `first`: the first token row of each row of the plan; `logits_of`: the logits
+    `[rows, vocab]` float32 of some token rows, at most SCORED_ROWS at once."""
+    found = []
+    for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+        if (opened := asked.get(slot)) is None:
+            continue
+        end, begin = min(start + count, opened.prompt_tokens - 1), int(first[row]) - start
+        known = min(start, 1)  # the first token of a prompt follows none
+        if start >= end + 1 - known:
+            continue
+        piece = PromptTokens(
+            seq=opened.seq,
+            step=plan.step,
+            first=start + known,
+            ids=opened.tokens[start + known : end + 1],
+            logprobs=floats([0.0] * (1 - known)),
+            top_counts=ints([0] * (1 - known)),
+            ranks=ints([0] * (1 - known)),
+        )
+        for at in range(start, end, SCORED_ROWS):
+            upto = min(at + SCORED_ROWS, end)
+            table = logits_of(slice(begin + at, begin + upto)).log_softmax(-1)
+            ids = torch.tensor(opened.tokens[at + 1 : upto + 1], dtype=torch.int64, device=table.device)
+            chosen = table.gather(1, ids[:, None])
+            top = table.topk(min(opened.prompt_alternatives, table.shape[-1]))
+            piece.logprobs.extend(chosen.flatten().tolist())
+            piece.ranks.extend((1 + (table > chosen).sum(-1)).tolist())
+            piece.top_counts.extend([top.indices.shape[1]] * (upto - at))
+            piece.top_ids.extend(top.indices.flatten().tolist())
+            piece.top_logprobs.extend(top.values.flatten().tolist())
+        found.append(piece)
+    return tuple(found)

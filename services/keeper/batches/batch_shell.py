@@ -106,9 +106,11 @@ class Batches(Part):
         return True
 
     def _model_of(self, name: str, tenant: str, request: str) -> str:
-        """The model for a line to an alias. An adapter answers under its own name."""
+        """The model for a line to an alias. An adapter answers under its own name, and the name of a model
+        goes first."""
         alias = self._aliases.get(name)
-        if alias is not None and alias.adapter is not None:
+        is_model = self._keeper.mailbox.peers.has_model(name)
+        if is_model or (alias is not None and alias.adapter is not None):
             return name
         return self._aliases.resolve(name, tenant, request) or name
 

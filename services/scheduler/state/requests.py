@@ -63,6 +63,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
     calls: tuple[str, ...] = ()  # names of the functions that its answers call
+    prompt_scores: list[messages.PromptTokens] = field(default_factory=list)  # in order, without a gap
     promotions: int = 0  # classes that it has risen by aging
     executor_deaths: int = 0  # deaths of executors that it may have caused: see ../admission.py
     acquittals: int = 0  # of these deaths, later found to be none
@@ -73,6 +74,15 @@ class Request:
     def is_traced(self) -> bool:
         """Whether spans of it are exported."""
         return bool(self.tokenized.parent_span) and traces.is_sampled(self.trace)
+
+    def keep_prompt_scores(self, piece: messages.PromptTokens) -> bool:
+        """Keep a piece of the prompt's log probabilities, for another detokenizer. False if it is known."""
+        last = self.prompt_scores[-1] if self.prompt_scores else None
+        known = 0 if last is None else last.first + len(last.ids)
+        if piece.first + len(piece.ids) <= known:
+            return False
+        self.prompt_scores.append(piece)
+        return True
 
     @property
     def key(self) -> tuple[str, str]:

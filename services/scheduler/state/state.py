@@ -34,7 +34,14 @@ MAX_MOVED = 100_000  # sequences of lost detokenizers
 
 # what decides which requests an executor can ever serve
 CAPACITY = attrgetter(
-    "vocab", "max_stop_ids", "slots", "blocks", "block_tokens", "max_context", "adapter_places"
+    "vocab",
+    "max_stop_ids",
+    "slots",
+    "blocks",
+    "block_tokens",
+    "max_context",
+    "adapter_places",
+    "scores_prompts",
 )
 
 AUTO = -1  # of `Limits.speculate`

@@ -9,7 +9,7 @@ from support.wire_samples import SAMPLES
 from shared.codec import open_of
 from shared.messages import Open, Tokenized, ints
 
-OF_A_CHOICE = {"attempt", "tokens", "part", "parts", "echo", "prompt_logprobs"}
+OF_A_CHOICE = {"attempt", "tokens", "part", "parts", "echo"}
 
 
 def test_open_has_each_field_of_its_request_that_no_choice_has_for_itself() -> None:
@@ -25,4 +25,4 @@ def test_open_has_each_field_of_its_request_that_no_choice_has_for_itself() -> N
     assert wanted["stop"] != ()
     own = (opened.seq, opened.attempt, opened.choice, opened.choices, opened.prompt_tokens, opened.tokens)
     assert own == (7, 9, 2, tokenized.n, 3, ints([5]))
-    assert (opened.part, opened.parts, opened.echo, opened.prompt_logprobs) == (0, 1, False, False)
+    assert (opened.part, opened.parts, opened.echo) == (0, 1, False)

@@ -121,6 +121,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "mlp_bias": False, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None,
         "rope_theta": 10000000.0,
     },
+    "Olmo-3-7B-Instruct": {
+        "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "layer_types": ["sliding_attention", "full_attention"],
+        "rms_norm_eps": 1e-6, "rope_theta": 500000, "sliding_window": 4096, "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+            "original_max_position_embeddings": 512, "rope_type": "yarn",
+        },
+    },
+    "EXAONE-4.0-32B": {
+        "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0,
+        "head_dim": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_scaling": LLAMA3, "rope_theta": 1000000,
+        "sliding_window": 4096, "sliding_window_pattern": "LLLG",
+    },
+    "command-r7b": {
+        "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "attention_bias": False,
+        "layer_norm_eps": 1e-5, "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.25, "rope_theta": 50000, "sliding_window": 4096, "sliding_window_pattern": None,
+    },
 }  # fmt: skip
 
 
@@ -172,6 +191,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma-3-1b-it", {"hidden_activation": "gelu"}, "activation 'gelu'"),
         ("gemma-3-1b-it", {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "without a"),
+        ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping = 50\.0"),
+        ("Olmo-3-7B-Instruct", {"rope_parameters": {"rope_theta": 9.0}}, "rope_parameters for all layers"),
         ("gpt-oss-20b", {"swiglu_limit": 5.0}, r"swiglu_limit = 5\.0"),
         ("gpt-oss-20b", {"layer_types": ["sliding_attention", "chunked_attention"]}, "chunked_attention"),
         ("granite-3.3-2b-instruct", {"shared_intermediate_size": 64}, "shared_intermediate_size"),

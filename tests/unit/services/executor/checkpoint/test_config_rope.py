@@ -12,8 +12,10 @@ import pytest
 import torch
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny
-from transformers import LlamaConfig, Phi3Config
+from transformers import Gemma3TextConfig, LlamaConfig, Olmo3Config, Phi3Config
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from services.executor.checkpoint.config import from_hf
@@ -90,6 +92,26 @@ def test_a_longrope_that_no_model_has_is_refused_by_name(change: dict[str, Any],
     with pytest.raises(SetupError, match=reason):
         from_hf({**CONFIG, "model_type": "phi3", "partial_rotary_factor": 0.75,
                  "rope_scaling": {**LONGROPE, **change}})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "rotation", "rope"),
+    [
+        ("olmo3", Olmo3Config, Olmo3RotaryEmbedding, {**YARN, "attention_factor": 1.2}),
+        ("gemma3_text", Gemma3TextConfig, Gemma3RotaryEmbedding, {"rope_type": "linear", "factor": 8.0}),
+    ],
+)
+def test_rope_scaling_leaves_layers_with_a_window_as_in_transformers(
+    kind: str, config: Any, rotation: Any, rope: dict[str, Any]
+) -> None:
+    given = {**CONFIG, "head_dim": 64, "rope_theta": 5e5, "sliding_window": 16, "rope_scaling": rope}
+    given["layer_types"] = ["sliding_attention", "full_attention"]
+    theirs = rotation(config(**{**given, "rope_scaling": {**rope}}))
+    every, local = from_hf({**given, "model_type": kind}).rope_tables()
+    assert every[0] == pytest.approx(theirs.full_attention_inv_freq.tolist(), rel=1e-6)
+    assert every[1] == rope.get("attention_factor", 1.0)
+    assert local[0] == pytest.approx(theirs.sliding_attention_inv_freq.tolist(), rel=1e-6)
+    assert local[1] == 1.0
 
 
 def test_yarn_extends_the_context() -> None:
