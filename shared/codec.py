@@ -496,11 +496,11 @@ def _step_result(m: messages.StepResult) -> str:
         return "a vector names no row, or is none of float32"
     if m.segments and (wrong := _segments(m.segments)):
         return wrong
-    sound = _has_valid_scores(m) and all(map(_prompt_scores, m.prompts))
+    sound = _has_valid_scores(m) and all(map(_has_valid_prompt_scores, m.prompts))
     return "" if sound else "its log probabilities do not add up"
 
 
-def _prompt_scores(m: messages.PromptTokens) -> bool:
+def _has_valid_prompt_scores(m: messages.PromptTokens) -> bool:
     """True if each log probability of a piece of a prompt has its rank."""
     return len(m.logprobs) == len(m.ranks) and _has_valid_scores(m)
 
@@ -635,7 +635,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "Fragment": _fragment,
     "Heartbeat": _unless(lambda m: 0 < m.interval_us <= MAX_INTERVAL_US, "its interval is out of range"),
     "Open": _open,
-    "PromptTokens": _unless(_prompt_scores, "its log probabilities do not add up"),
+    "PromptTokens": _unless(_has_valid_prompt_scores, "its log probabilities do not add up"),
     "Resend": _unless(lambda m: 0 < m.first_seq < MAX_NUMBER, _RANGE),
     "SessionVerb": _unless(
         lambda m: m.verb in SESSION_VERBS and m.session and m.keep_us >= 0,

@@ -58,7 +58,7 @@ def prefill(engine: TorchBackend, windows: Windows) -> Scored:
         plan = driver.plan([(slot, 0, len(window), False)], {slot: blocks}, samples=False)
         engine._slots.apply_tables(plan)
         batch = replace(engine._batches.build(plan), sampled=torch.tensor(wanted))
-        logits, _ = engine._model.forward(batch, engine._cache.tensor)
+        logits, *_ = engine._model.forward(batch, engine._cache.tensor)
         assert logits is not None, "an engine that is not a stage of one"
         yield logits, torch.tensor(window)[wanted.start + 1 :]
         driver.close()

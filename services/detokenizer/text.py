@@ -186,9 +186,11 @@ class SequenceStream:
         return reasoning_tokens(self._format, self.ids[:final], self._decoder.table)
 
     def calls(self, final: int) -> tuple[str, ...]:
-        """The functions that the answer of `final` tokens calls, as many and as much of each as Ended has."""
+        """The functions that the answer of `final` tokens calls, as many and as much of each as Ended has.
+        Half of a surrogate pair, which a model can write as an escape and no message holds, becomes `?`."""
         names = called_functions(self._format, self.ids[:final], self._decoder.table)
-        return tuple(name[:MAX_CALL_CHARS] for name in names[:MAX_CALLS])
+        cut = [name[:MAX_CALL_CHARS] for name in names[:MAX_CALLS]]
+        return tuple(name.encode("utf-8", "replace").decode() for name in cut)
 
     def _finish_text(self) -> str:
         """Add the held text. Returns a stop string in it: some text is content only by the end after it."""
@@ -426,8 +428,8 @@ class LogprobShape:
         return LogprobShape(self._vocabulary, self._chat)
 
     def prompt(self, scores: Sequence[Score], ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """The log probabilities of a prompt in vLLM's form: by token id, the token itself first. Of the first
-        token, which follows none, they are null."""
+        """The log probabilities of a prompt in vLLM's form: by token id, the token itself first. The first
+        token follows none and has null."""
         entries = []
         for score, rank in zip(scores, ranks, strict=True):
             entry = {str(score.token): self._ranked(score.token, score.logprob, rank)}

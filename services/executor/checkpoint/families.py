@@ -169,7 +169,7 @@ def layer_kinds(config: Mapping[str, Any], full_each: int) -> tuple[bool, ...]:
 
 
 def _without_window(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers that see the whole past: each fourth one if the config does not say."""
+    """The layers that see the whole past: each fourth one if the config names none."""
     kinds = layer_kinds(config, 4)
     return tuple(i for i, windowed in enumerate(kinds) if not windowed)
 

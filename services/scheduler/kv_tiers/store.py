@@ -503,10 +503,11 @@ def is_preempted(state: State, seq: int) -> bool:
 
 
 def on_step_failed(state: State, executor: Executor, step: int) -> None:
-    """Void the stores of blocks that a failed step may have written."""
+    """Void the stores of blocks that a failed step may have written, and the loads that run: what they have
+    filled may be lost with the rest."""
     for job in state.tiers.jobs.values():
-        if job.executor == executor.hello.executor and not job.up and job.after_step >= step:
-            job.void = True
+        if job.executor == executor.hello.executor:
+            job.void |= job.phase is JobPhase.COPYING if job.up else job.after_step >= step
 
 
 def on_evicted(state: State, source: str, message: messages.KvGone) -> None:

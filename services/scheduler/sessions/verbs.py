@@ -61,6 +61,8 @@ def fit(state: State, table: Table, session: Session) -> None:
     """Sessions of its tenant lose their rank until the kept ones fit in the tenant's part: sessions grow, and
     tenants come. First those whose time is over, then those that alone are too large, then the first ones."""
     part, kept = _part(state, table), table.tenants[session.tenant].kept
+    if part == inf:
+        return  # without a look at each
     each = [table.by_name[name] for name in kept]
     total = sum(one.blocks for one in each)
     if total <= part:

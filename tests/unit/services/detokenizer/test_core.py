@@ -14,6 +14,7 @@ from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.core import MOST_ASKED, DetokenizerCore
 from services.detokenizer.response import Command, Fault, Publish, SendTo
+from shared.codec import Envelope, encode
 from shared.errors import NO_VECTOR
 from shared.messages import (
     EMBEDDING,
@@ -136,6 +137,16 @@ def test_ended_names_few_functions_and_cuts_their_names(core: DetokenizerCore) -
     (ended,) = sent_to_scheduler(out)
     assert isinstance(ended, Ended)
     assert ended.calls == tuple(name[:64] for name in names[:8])
+
+
+def test_function_whose_name_no_message_holds_is_named_with_a_mark(core: DetokenizerCore) -> None:
+    """Models can write half of a surrogate pair as an escape in JSON."""
+    text = '<tool_call>\n{"name": "a\\ud800", "arguments": {}}\n</tool_call>'
+    out = run(core, opened(answer_format="hermes", most_calls=2), tokens(0, text), close(len(text)))
+    (ended,) = sent_to_scheduler(out)
+    assert isinstance(ended, Ended)
+    assert ended.calls == ("a?",)
+    assert encode(Envelope("detokenizer.d", 1, 1, ended))
 
 
 def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:

@@ -20,7 +20,7 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Arrived, BrokerBack, DrainRequested, Event, PeerDraining, Send
 from services.scheduler.state.state import Limits
 from shared.kv_blocks import KEY_BYTES, extend, root_key
-from shared.messages import Cancel, KvForget, KvGone, SessionAnswer, SessionVerb, ints
+from shared.messages import Cancel, KvForget, KvGone, SessionAnswer, SessionVerb, StepResult, ints
 
 ID = "ab" * 16
 BLOCK = 4
@@ -656,6 +656,30 @@ def test_prefetch_goes_to_the_executor_that_stays() -> None:
     assert verb(world, "prefetch").will == "prefetch"
     world.run()
     assert held(world, history, executor="e2") == (len(history) - 1) // BLOCK
+    world.finish()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_prefetch_whose_copy_ran_while_a_step_failed_fills_no_block(copies: bool) -> None:
+    """Nothing that the device held then can be trusted; a copy that begins later can."""
+    world = fresh(FakeTier(capacity=256))
+    history = below(world, PROMPT)
+    world.ask("fails", [9] * 8, 9, tenant="other")
+    verb(world, "prefetch")
+    while copies and not world.copies["e1"]:
+        assert world.deliver_tier()
+    lost = world.results["e1"].popleft()
+    failed = StepResult(
+        exec_epoch=lost.exec_epoch,
+        step=lost.step,
+        ids=ints([-1] * len(lost.ids)),
+        done=ints([0] * len(lost.ids)),
+        error="boom",
+    )
+    world.handle(Arrived("executor.e1", failed))
+    del world.asked["fails"]
+    world.run()
+    assert held(world, history) == (0 if copies else (len(history) - 1) // BLOCK)
     world.finish()
 
 
