@@ -42,7 +42,7 @@ SIZES = {  # rows and columns of the default model's linear layers
 
 def write_adapter(folder: Path, seed: int, rank: int) -> Path:
     """A random adapter in PEFT's format, float32 as PEFT saves it."""
-    draw, tensors = np.random.default_rng(seed).standard_normal, dict[str, np.ndarray]()
+    draw, tensors = np.random.default_rng(seed).standard_normal, dict[str, Any]()
     for layer in range(LAYERS):
         for name, (height, width) in SIZES.items():
             module = f"base_model.model.model.layers.{layer}.{name}"
