@@ -22,6 +22,7 @@ from services.scheduler.sessions import report, rise, verbs
 from services.scheduler.sessions.match import Prefixes
 from services.scheduler.sessions.pauses import USER, LearnedPauses
 from services.scheduler.sessions.table import Outcomes, Session, Table
+from services.scheduler.state.block_pool import end_kept
 from services.scheduler.state.policies import PauseView
 from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import Executor, SessionEvents, State
@@ -222,6 +223,7 @@ class Sessions(SessionEvents):
             self.answered[session.name] = None
         if session.kept_until_us:
             verbs.fit(state, self.table, session)  # it has grown
+            verbs.rank(state, session)
         if request.tokenized.keep_us:
             verbs.keep(state, self.table, session, request.tokenized.keep_us)
 
@@ -287,8 +289,10 @@ class Sessions(SessionEvents):
                     break
                 del idle[session.name]
                 self._lose(session)
-        if (self.late or self.answered) and state.now_us >= self.look_us:
+        if state.now_us >= self.look_us:
             self.look_us = state.now_us + LOOK_US
+            for executor in state.executors.values():
+                end_kept(executor.pool, state.now_us)
             for _ in range(min(LOOKED_AT, len(self.late))):
                 self._look_at(state, self.table.by_name[self.late.popitem(last=False)[0]])
             for name in list(islice(self.answered, LOOKED_AT)):
@@ -326,6 +330,8 @@ class Sessions(SessionEvents):
             self.end(session)
             return
         self.late[session.name] = None
+        if kept and state.now_us - session.ranked_us >= verbs.RANKED_US // 3:
+            verbs.rank(state, session)
         warm = kept or (session.is_proven and again_pm >= TOUCH_PM)
         if warm and state.now_us - max(session.touched_us, 0) >= TOUCH_US > state.now_us - self.pressed_us:
             session.touched_us = state.now_us

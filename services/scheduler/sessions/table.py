@@ -68,6 +68,7 @@ class Session:
     risen_blocks: int = 0  # that came up before a request of it
     risen_us: int = 0  # when
     had_blocks: int = 0  # that the device had of its last prompt
+    ranked_us: int = 0  # when its blocks last got the rank of kept ones
     came_us: int = 0  # when its last request came
     paused_us: int = 0  # the sum of its pauses
     parent_turns: int = -1  # of the chain that it has left, when it left; -1: it has left none

@@ -14,10 +14,12 @@ from __future__ import annotations
 from math import inf
 
 from services.scheduler.sessions.table import Session, Table
+from services.scheduler.state.block_pool import keep as keep_blocks
 from services.scheduler.state.state import State
 
 OVER_SHARE = "over the tenant's share"
 MOST_KEEP_US = 86_400_000_000
+RANKED_US = 180_000_000  # kept blocks have their rank for so long, and get it anew while they are kept
 
 
 def tree(table: Table, session: Session) -> list[Session]:
@@ -47,6 +49,7 @@ def keep(state: State, table: Table, session: Session, keep_us: int) -> bool:
     session.kept_until_us = max(session.kept_until_us, state.now_us + min(keep_us, MOST_KEEP_US))
     of.kept[session.name] = None
     fit(state, table, session)
+    rank(state, session)
     return True
 
 
@@ -55,6 +58,15 @@ def _part(state: State, table: Table) -> float:
     if len(table.tenants) == 1:
         return inf
     return sum(executor.pool.blocks for executor in state.executors.values()) // len(table.tenants)
+
+
+def rank(state: State, session: Session) -> None:
+    """The blocks of a kept session go after those of others on the device, for RANKED_US at a time: one that
+    is over, or over its tenant's part, loses its rank by itself."""
+    session.ranked_us = state.now_us
+    until_us = min(session.kept_until_us, state.now_us + RANKED_US)
+    for executor in state.executors.values() if until_us > state.now_us else ():
+        keep_blocks(executor.pool, session.first_keys(session.blocks), until_us)
 
 
 def fit(state: State, table: Table, session: Session) -> None:

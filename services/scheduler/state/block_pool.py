@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 MOST_LOST = 65_536  # keys: 10 MB
+KEPT_AT_ONCE = 256  # kept blocks whose time is looked at in one call
 
 Owner = tuple[int, int, str, int]  # a sequence, the index in its table, its tenant, the length of the table
 
@@ -42,7 +43,8 @@ class BlockPool:
     cached   It has a key and can be evicted. It is *clean* if a tier has a copy, too.
 
     Empty and cached blocks are *free*. Empty ones are given out first, then cached ones: the *spent* ones,
-    not worth a copy, then the least recently released; their keys are forgotten. The last block of a table is
+    not worth a copy, then the least recently released, last the *kept* ones, for which a client has asked;
+    their keys are forgotten. The last block of a table is
     evicted first: a block is of no use without those before it. A key names the tokens of a full block and
     all before it (shared/kv_blocks.py), or those of a partial block at the end of a preempted sequence
     (`valid_tokens`).
@@ -71,12 +73,14 @@ class BlockPool:
     owner_of: list[Owner] = field(init=False)  # of its last release
     clean: set[int] = field(init=False, default_factory=set)  # a tier below holds the content, too
     copies: dict[int, int] = field(init=False, default_factory=dict)  # block -> copies in flight
+    kept_until_us: dict[int, int] = field(init=False, default_factory=dict)  # in any state with a key
     lost: dict[bytes, None] = field(init=False, default_factory=dict)  # evicted without a copy, oldest first
     _empty: list[int] = field(init=False)  # a stack
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
     _spent: OrderedDict[int, None] = field(
         init=False, default_factory=OrderedDict
     )  # cached: before all others
+    _kept: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # cached: after all others
     _dirty: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # oldest release first
     _judged: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # dirty, and older
     _copying: dict[int, None] = field(init=False, default_factory=dict)
@@ -99,22 +103,23 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be given out now: empty and cached ones."""
-        return len(self._empty) + len(self._cached) + len(self._spent)
+        return len(self._empty) + len(self._cached) + len(self._spent) + len(self._kept)
 
     @property
     def room(self) -> tuple[int, int, int]:
         """Free blocks, how many of them are reserved, and free slots."""
-        return len(self._empty) + len(self._cached) + len(self._spent), self.reserved, len(self.free_slots)
+        free = len(self._empty) + len(self._cached) + len(self._spent) + len(self._kept)
+        return free, self.reserved, len(self.free_slots)
 
     @property
     def unreserved_blocks(self) -> int:
         """Free blocks that are not reserved."""
-        return len(self._empty) + len(self._cached) + len(self._spent) - self.reserved
+        return len(self._empty) + len(self._cached) + len(self._spent) + len(self._kept) - self.reserved
 
     @property
     def cached_blocks(self) -> int:
         """Without spent ones: what is free beyond these is of hardly any use to others."""
-        return len(self._cached)
+        return len(self._cached) + len(self._kept)
 
     @property
     def dirty_blocks(self) -> int:
@@ -179,8 +184,8 @@ class BlockPool:
 
     def free_taken_by(self, blocks: Sequence[int]) -> int:
         """How many free blocks `adopt` would take."""
-        cached, spent = self._cached, self._spent
-        return sum(block in cached or block in spent for block in blocks)
+        cached, spent, kept = self._cached, self._spent, self._kept
+        return sum(block in cached or block in spent or block in kept for block in blocks)
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """One more table has these blocks. Raises KeyError for an empty one."""
@@ -189,7 +194,8 @@ class BlockPool:
             if not refs[block]:
                 fence = self._fences.get(self._last_step[block], {})
                 self.copied_blocks -= block in self.copies
-                for state in (fence, self._cached, self._dirty, self._judged, self._spent, self._copying):
+                dirty = self._dirty, self._judged
+                for state in (fence, self._cached, *dirty, self._spent, self._kept, self._copying):
                     if block in state:
                         del state[block]
                         break
@@ -299,7 +305,8 @@ class BlockPool:
         self.clean.clear()
         self._stable.clear()
         for dirty in (self._judged, self._dirty):
-            self._cached.update(dirty)
+            for block in dirty:
+                _cache(self, block)
             dirty.clear()
 
     def judge(self) -> Iterator[int]:
@@ -318,7 +325,7 @@ class BlockPool:
             self.copied_blocks += not self.refs[block] and block not in self.copies
             self.copies[block] = self.copies.get(block, 0) + 1
             self._stable.pop(block, None)
-            for state in (self._dirty, self._judged, self._cached, self._spent):
+            for state in (self._dirty, self._judged, self._cached, self._spent, self._kept):
                 if block in state:
                     del state[block]
                     self._copying[block] = None
@@ -350,10 +357,11 @@ class BlockPool:
             block = self.block_of.get(key)
             if block is not None and block in self.clean:
                 self.clean.discard(block)
-                if most_dirty > 0 and self.write_back and block in self._cached:
-                    del self._cached[block]
-                    self._dirty[block] = None
-                    most_dirty -= 1
+                for state in (self._cached, self._kept) if most_dirty > 0 and self.write_back else ():
+                    if block in state:
+                        del state[block]
+                        self._dirty[block] = None
+                        most_dirty -= 1
 
     def give_up(self, block: int, *, spent: bool = False) -> bool:
         """A dirty block is cached without a copy: the last to be evicted, or with `spent` the first. False if
@@ -361,7 +369,7 @@ class BlockPool:
         for dirty in (self._judged, self._dirty):
             if block in dirty:
                 del dirty[block]
-                (self._spent if spent else self._cached)[block] = None
+                _cache(self, block, spent=spent)
                 return True
         return False
 
@@ -371,7 +379,7 @@ class BlockPool:
         """The content of a fenced, cached or dirty block is of no use any more."""
         if block in self._fences.get(self._last_step[block], ()):
             self._forget_keys((block,))
-        for state in (self._cached, self._dirty, self._judged, self._spent):
+        for state in (self._cached, self._dirty, self._judged, self._spent, self._kept):
             if block in state:
                 del state[block]
                 self._forget_keys((block,))
@@ -383,7 +391,8 @@ class BlockPool:
         self.clean.clear()
         self.valid_tokens.clear()
         self.key_of = [None] * self.blocks
-        for state in (self._cached, self._judged, self._dirty, self._spent):
+        self.kept_until_us.clear()
+        for state in (self._cached, self._judged, self._dirty, self._spent, self._kept):
             self._empty += state
             state.clear()
 
@@ -395,7 +404,7 @@ class BlockPool:
         del self._empty[len(self._empty) - len(blocks) :]
         if len(blocks) < count:
             more = range(count - len(blocks))
-            evicted = [(self._spent or self._cached).popitem(last=False)[0] for _ in more]
+            evicted = [(self._spent or self._cached or self._kept).popitem(last=False)[0] for _ in more]
             if self.write_back:
                 _note_lost(self.lost, (self.key_of[b] for b in evicted if b not in self.clean))
             self._forget_keys(evicted)
@@ -416,7 +425,7 @@ class BlockPool:
         elif self.write_back and block not in self.clean:
             self._dirty[block] = None
         else:
-            self._cached[block] = None
+            _cache(self, block)
 
     def _forget_keys(self, blocks: Sequence[int]) -> None:
         key_of, block_of = self.key_of, self.block_of
@@ -425,13 +434,14 @@ class BlockPool:
             if key is not None:
                 del block_of[key]
         self.clean.difference_update(blocks)
-        for block in self.valid_tokens.keys() & blocks:
-            del self.valid_tokens[block]
+        for of in (self.valid_tokens, self.kept_until_us):
+            for block in of.keys() & blocks:
+                del of[block]
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
         dirty = set(self._dirty) | set(self._judged)
-        empty, cached = set(self._empty), set(self._cached) | set(self._spent) | dirty
+        empty, cached = set(self._empty), {*self._cached, *self._spent, *self._kept, *dirty}
         held = {block for block, refs in enumerate(self.refs) if refs > 0}
         fenced = [block for fence in self._fences.values() for block in fence]
         slots = [*self.free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
@@ -449,6 +459,10 @@ class BlockPool:
         assert copying <= set(self.copies), "a block waits for a copy that is over"
         assert not (empty | cached) & set(self.copies), "a block is free while it is copied"
         assert self.clean <= set(known.values()), "a block without a key has a copy"
+        assert set(self._kept) <= set(self.kept_until_us) <= set(known.values()), (
+            "a block is kept for no reason"
+        )
+        assert not set(self.kept_until_us) & {*self._cached, *self._spent}, "a kept block ranks as others"
         unheld = [block for block in self.copies if not self.refs[block]]
         assert self.copied_blocks == len(unheld), "an unheld block with a copy is not counted"
         assert not self.clean & dirty, "a block is clean and dirty"
@@ -464,3 +478,38 @@ def _note_lost(lost: dict[bytes, None], keys: Iterable[bytes | None]) -> None:
     lost.update(dict.fromkeys(key for key in keys if key is not None))
     for key in list(islice(lost, max(len(lost) - MOST_LOST, 0))):
         del lost[key]
+
+
+def keep(pool: BlockPool, keys: Sequence[bytes], until_us: int) -> None:
+    """The blocks of a chain are evicted after all others until then, the last one first."""
+    for key in reversed(keys):
+        if (block := pool.block_of.get(key)) is not None:
+            is_new = block not in pool.kept_until_us
+            pool.kept_until_us[block] = max(until_us, pool.kept_until_us.get(block, 0))
+            if is_new:
+                _rank(pool, block)
+
+
+def end_kept(pool: BlockPool, now_us: int) -> None:
+    """Kept blocks whose time is over rank as others: the next KEPT_AT_ONCE are looked at."""
+    for block in list(islice(pool.kept_until_us, KEPT_AT_ONCE)):
+        until_us = pool.kept_until_us.pop(block)
+        if until_us > now_us:
+            pool.kept_until_us[block] = until_us  # the last to look at again
+        else:
+            _rank(pool, block)
+
+
+def _rank(pool: BlockPool, block: int) -> None:
+    """A block that is kept now, or no longer, moves among the cached ones."""
+    for state in (pool._cached, pool._spent, pool._kept):
+        if block in state:
+            del state[block]
+            _cache(pool, block)
+            return
+
+
+def _cache(pool: BlockPool, block: int, *, spent: bool = False) -> None:
+    """The block is cached from now on."""
+    state = pool._kept if block in pool.kept_until_us else pool._spent if spent else pool._cached
+    state[block] = None

@@ -378,6 +378,21 @@ def test_chain_that_a_branch_has_left_has_a_tenth_of_its_chance(goes_on: bool) -
     assert not old.is_left
 
 
+@pytest.mark.parametrize("keeps_s", [0, 20, 1_000])
+def test_kept_blocks_go_after_the_blocks_of_others_until_then(keeps_s: int) -> None:
+    """Without a tier below: least recently used blocks go first, and a kept session is the oldest."""
+    world = fresh()
+    history = asked(world, "kept", PROMPT, "shell", session=ID)
+    if keeps_s:
+        assert verb(world, "keep", keep_us=keeps_s * 1_000_000).will == "keep"
+    for number in range(40):
+        asked(world, f"r{number}", [number + 300] * 80)
+        world.tick(10_000_000)
+    world.tick(events.LOOK_US)
+    assert held(world, history) == ((len(history) - 1) // BLOCK if keeps_s == 1_000 else 0)
+    assert len(world.scheduler.state.executors["e1"].pool.kept_until_us) == held(world, history)
+
+
 PARENT = "cd" * 16
 
 

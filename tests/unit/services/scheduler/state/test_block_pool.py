@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.state.block_pool import BlockPool
+from services.scheduler.state.block_pool import BlockPool, end_kept, keep
 
 
 def pool_of(blocks: int, slots: int = 4) -> BlockPool:
@@ -312,3 +312,69 @@ def test_check_finds_what_is_wrong(spoil: object, message: str) -> None:
     spoil(pool)
     with pytest.raises(AssertionError, match=message):
         pool.check()
+
+
+def test_kept_blocks_are_evicted_after_all_others_and_at_last_like_them() -> None:
+    pool = pool_of(6)
+    for name in "kept", "lru", "more":
+        table = take(pool, 2)
+        pool.register(table, [f"{name}{at}".encode() for at in range(2)])
+        pool.release(table, [], last_step=0)
+        if name == "kept":
+            keep(pool, [b"kept0", b"kept1", b"kept2"], 100)
+    keep(pool, [b"more1"], 200)
+    keep(pool, [b"more1"], 50)  # the longest time counts
+    end_kept(pool, 60)
+    pool.check()
+    assert (pool.free_blocks, pool.cached_blocks, pool.room[0]) == (6, 6, 6)
+    order = []
+    for _ in range(6):
+        known = set(pool.block_of)
+        take(pool, 1)
+        order += known - set(pool.block_of)
+        pool.check()
+    assert order == [b"lru1", b"lru0", b"more0", b"kept1", b"kept0", b"more1"]
+    assert pool.kept_until_us == {}
+
+
+def test_kept_block_ranks_as_others_once_its_time_is_over() -> None:
+    pool = pool_of(2)
+    for name in b"a", b"b":
+        table = take(pool, 1)
+        pool.register(table, [name])
+        keep(pool, [name], 100 if name == b"a" else 300)
+        pool.release(table, [], last_step=0)
+    end_kept(pool, 100)
+    pool.check()
+    take(pool, 1)
+    assert [*pool.block_of] == [b"b"]
+    end_kept(pool, 300)
+    pool.check()
+    assert pool.kept_until_us == {}
+
+
+def test_kept_block_goes_through_copies_and_back_to_its_rank() -> None:
+    pool = pool_of(3)
+    pool.set_tier(True)
+    table = take(pool, 2)
+    pool.register(table, [b"a", b"b"])
+    keep(pool, [b"a", b"b"], 100)
+    pool.release(table, [], last_step=0)
+    assert pool.dirty_blocks == 2
+    pool.give_up(table[0], spent=True)  # spent blocks go first, but not kept ones
+    assert pool.free_taken_by(table[:1]) == 1
+    pool.begin_copy(table)
+    pool.end_copy(table)
+    pool.mark_clean(table[0], b"a")
+    pool.check()
+    pool.mark_lost_below([b"a"], 1)
+    assert pool.dirty_blocks == 2
+    pool.mark_clean(table[0], b"a")
+    pool.adopt(table[:1])
+    pool.release(table[:1], [], last_step=0)
+    pool.forget(table[0])
+    pool.check()
+    assert [*pool.kept_until_us] == table[1:]
+    pool.forget_cache()
+    pool.check()
+    assert pool.kept_until_us == {}
