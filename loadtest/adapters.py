@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
+import numpy as np
+from safetensors.numpy import save_file
 
 from loadtest.command_line import parser_of, report
 from loadtest.fleet import MODEL, Body, Fleet, fleet, machine
@@ -42,12 +42,12 @@ SIZES = {  # rows and columns of the default model's linear layers
 
 def write_adapter(folder: Path, seed: int, rank: int) -> Path:
     """A random adapter in PEFT's format, float32 as PEFT saves it."""
-    chance, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    draw, tensors = np.random.default_rng(seed).standard_normal, dict[str, Any]()
     for layer in range(LAYERS):
         for name, (height, width) in SIZES.items():
             module = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, width, generator=chance) / width**0.5
-            tensors[f"{module}.lora_B.weight"] = torch.randn(height, rank, generator=chance) / 50
+            tensors[f"{module}.lora_A.weight"] = draw((rank, width), np.float32) / np.float32(width**0.5)
+            tensors[f"{module}.lora_B.weight"] = draw((height, rank), np.float32) / np.float32(50)
     folder.mkdir()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(config))
