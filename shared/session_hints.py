@@ -26,7 +26,7 @@ from shared.errors import BadRequest
 
 MAX_KEEP_S = 86_400
 MAX_ID_CHARS = 256
-_ID = rf"^[\x20-\x7e]{{1,{MAX_ID_CHARS}}}$"
+ID = rf"^[\x20-\x7e]{{1,{MAX_ID_CHARS}}}$"
 _RETENTION = r"^(in[-_]memory|[0-9]{1,9}[smh])$"
 _SECONDS = {"s": 1, "m": 60, "h": 3_600}
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -90,7 +90,7 @@ def bad_hint(param: str, expected: str) -> BadRequest:
 
 def is_id(value: object) -> bool:
     """Whether this may be the id of a session."""
-    return isinstance(value, str) and len(value) <= MAX_ID_CHARS and bool(re.fullmatch(_ID, value))
+    return isinstance(value, str) and len(value) <= MAX_ID_CHARS and bool(re.fullmatch(ID, value))
 
 
 def _checked(is_right: Callable[[Any], bool], expected: str, schema: Any) -> PlainValidator:
@@ -105,7 +105,7 @@ def _checked(is_right: Callable[[Any], bool], expected: str, schema: Any) -> Pla
 
 
 AN_ID = f"1 to {MAX_ID_CHARS} printable ASCII characters are expected"
-SessionId = Annotated[str, _checked(is_id, AN_ID, Annotated[str, Field(pattern=_ID)])]
+SessionId = Annotated[str, _checked(is_id, AN_ID, Annotated[str, Field(pattern=ID)])]
 A_TIME = f"a time of at most {MAX_KEEP_S // 3600}h is expected, as 300s, 5m or 24h"
 Retention = Annotated[
     str,

@@ -24,7 +24,7 @@ from shared import bodies
 from shared.client.client import error_of
 from shared.errors import BadRequest, UnknownSession
 from shared.nats import subjects
-from shared.session_hints import AN_ID, MAX_KEEP_S, bad_hint, is_id
+from shared.session_hints import AN_ID, ID, MAX_KEEP_S, bad_hint, is_id
 
 MOST_BYTES = 65_536  # of a body, which names a session and a time
 _YES_OR_NO = {"true": True, "false": False}
@@ -83,17 +83,22 @@ def build() -> doc.Part:
     keep = {"required": True, "content": {"application/json": {"schema": doc.ref("SessionKeepRequest")}}}
     close = {"required": True, "content": {"application/json": {"schema": doc.ref("SessionCloseRequest")}}}
     tree = {"name": "tree", "in": "query", "schema": {"type": "boolean"}, "description": "its children, too"}
+    session_id = {**doc.TEXT, "pattern": ID}
+    named = {"name": "id", "in": "path", "required": True, "schema": session_id}
     post = partial(doc.get, "SessionState", errors=asking)
     path = "/v1/sessions/{id:path}"
     lines = (
         doc.Operation("GET", "/v1/sessions", listed, doc.get("Sessions", "the sessions", doc.LISTING)),
-        doc.Operation("POST", f"{path}/prefetch", partial(of_path, verb="prefetch"), post(
-            summary="the blocks of a session come up", operation="prefetchsession")),
+        doc.Operation("POST", f"{path}/prefetch", partial(of_path, verb="prefetch"), {
+            **post(summary="the blocks of a session come up", operation="prefetchsession"),
+            "parameters": [named]}),
         doc.Operation("POST", f"{path}/keep", partial(of_path, verb="keep"), {
-            **post(summary="the blocks of a session stay", operation="keepsession"), "requestBody": keep}),
-        doc.Operation("GET", path, partial(of_path, verb="state"), one(summary="a session")),
+            **post(summary="the blocks of a session stay", operation="keepsession"), "requestBody": keep,
+            "parameters": [named]}),
+        doc.Operation("GET", path, partial(of_path, verb="state"), {
+            **one(summary="a session"), "parameters": [named]}),
         doc.Operation("DELETE", path, partial(of_path, verb="release"), {
-            **one(summary="a session is over", operation="deletesession"), "parameters": [tree]}),
+            **one(summary="a session is over", operation="deletesession"), "parameters": [named, tree]}),
         doc.Operation("POST", "/close_session", closed, {
             **post(summary="the same, as SGLang has it", operation="closesession"), "requestBody": close}),
     )  # fmt: skip
@@ -103,7 +108,6 @@ def build() -> doc.Part:
     state["properties"] = {name: each for name, each in state["properties"].items() if name not in private}
     row = {**state, "properties": {**state["properties"], "tenant": doc.TEXT}}
     ttl = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_KEEP_S}
-    session_id = {**doc.TEXT, "minLength": 1, "maxLength": 256}
     schemas |= {
         "Sessions": doc.object_of(object=doc.one_of("list"), data=doc.list_of(row)),
         "SessionKeepRequest": {"type": "object", "required": ["ttl_s"], "properties": {"ttl_s": ttl}},

@@ -30,7 +30,8 @@ REASONS = re.compile(
     "|two functions have the same name|takes no templates from requests|exclude each other"
     "|is not one of this fleet|ids from 0 to|`input` has no message"
     "|an id of this stream is expected|a URL like https|is for `background: true` alone|this fleet calls none"
-    "|only the tokens of a submitted request are kept"
+    "|only the tokens of a submitted request are kept|`session_id` is missing beside it"
+    "|the session itself is no parent of it|has places for adapters: start them with"
 )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.executor.engine import MOST_FLOAT32
 from shared import bodies
 from shared.errors import BadRequest, WireError
 
@@ -103,7 +104,7 @@ def read_config(data: bytes, file: Path, most_rank: int) -> tuple[int, float]:
         raise refusal(f"`r` is {rank!r:.40}, and a rank from 1 on is expected")
     if rank > most_rank:
         raise refusal(f"`r` is {rank}, over the {most_rank} of --lora-rank: start the executors with more")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MOST_FLOAT32:
         raise refusal(f"`lora_alpha` is {alpha!r:.40}, and a number is expected")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

@@ -87,8 +87,9 @@ def build() -> doc.Part:
         described = doc.post(kind, summary, errors)
         described["responses"]["200"] = doc.content("text/plain", "a sentence")
         lines.append(doc.Operation("POST", path, handler, described))
-    name: dict[str, doc.Schema] = {"lora_name": {**doc.TEXT, "minLength": 1}}
-    more = {"lora_path": {**doc.TEXT, "minLength": 1}, "load_inplace": {"type": "boolean"}, "model": doc.TEXT}
+    word: doc.Schema = {**doc.TEXT, "minLength": 1}
+    name: dict[str, doc.Schema] = {"lora_name": word}
+    more = {"lora_path": word, "load_inplace": {"type": "boolean"}, "model": word}
     schemas: dict[str, doc.Schema] = {
         "AdapterLoadRequest": {
             "type": "object", "properties": {**name, **more}, "required": ["lora_name", "lora_path"],

@@ -178,6 +178,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"r": 17}, "`r` is 17, over the 16 of --lora-rank"),
     ({"r": "4"}, "`r` is '4'"),
     ({"lora_alpha": None}, "`lora_alpha` is None"),
+    ({"lora_alpha": 10**400}, "`lora_alpha` is 1000"),
     ({"r": 5}, "layers.0.mlp.down_proj.lora_A.weight is [4, 112], and [5, 112] is expected"),
 ]
 
