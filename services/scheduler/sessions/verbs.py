@@ -61,8 +61,8 @@ def _part(state: State, table: Table) -> float:
 
 
 def rank(state: State, session: Session) -> None:
-    """The blocks of a kept session go after those of others on the device, for RANKED_US at a time: one that
-    is over, or over its tenant's part, loses its rank by itself."""
+    """The blocks of a kept session go after those of others on the device, for RANKED_US at a time: a session
+    that is over, or over its tenant's part, loses its rank by itself."""
     session.ranked_us = state.now_us
     until_us = min(session.kept_until_us, state.now_us + RANKED_US)
     for executor in state.executors.values() if until_us > state.now_us else ():
