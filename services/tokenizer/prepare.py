@@ -70,6 +70,7 @@ ROUTING_TOKENS = 256  # of a completion: with more, texts with the same start fi
 _CUT_CHARS = 4  # of the longest tokens: so much of a text is read for one that counts, if it is cut
 TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white space after it take
 MOST_PREDICTED = 8_192  # tokens: drafts change the time of an answer alone, so what is over is left out
+MOST_PROMPT_SCORES = 100_000  # log probabilities: 7 MB of JSON, below the payload of a message
 MOST_TOKEN_CHARS = 16  # of a prediction's tokens on average, so that a long text is not encoded for nothing
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
@@ -352,6 +353,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     most_calls = 1 if request.parallel_tool_calls is False else MANY_CALLS
     if output is None or output.given is None:
         most_calls = 0
+    _check_prompt_scores(request, len(prompt))
     return Tokenized(
         **_common(submission, request, model, timeout_us, prompt),
         **_session(submission.tenant, request, max_tokens, output),
@@ -379,6 +381,19 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         speculate=request.speculate,
         prediction=_prediction(request, model.vocabulary),
     )
+
+
+def _check_prompt_scores(request: Request, tokens: int) -> None:
+    """Raises BadRequest for more log probabilities of a prompt than a message holds."""
+    if request.prompt_logprobs is False:
+        return
+    numbers = tokens * (1 + int(request.prompt_logprobs))
+    if numbers > MOST_PROMPT_SCORES:
+        raise errors.BadRequest(
+            f"`prompt_logprobs`: {numbers} log probabilities of {tokens} tokens are over the limit of "
+            f"{MOST_PROMPT_SCORES}: ask for fewer alternatives, or send a shorter prompt",
+            param="prompt_logprobs",
+        )
 
 
 def _adapter(

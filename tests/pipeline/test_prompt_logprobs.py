@@ -18,6 +18,7 @@ from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import add_gateway, healthy, remove_gateway
 from support.small_llama import write_small_llama
 
+from services.tokenizer import prepare
 from shared.nats.interface import Bus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -152,6 +153,17 @@ async def test_a_chat_has_the_log_probabilities_of_its_prompt(fleet: Fleet) -> N
 async def test_a_wrong_number_of_alternatives_is_refused_by_name(fleet: Fleet, value: object) -> None:
     body = {"model": "m", "prompt": "The", "prompt_logprobs": value}
     answer = await fleet.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_more_log_probabilities_than_a_message_holds_are_refused(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = await fleet.tokens(TEXT)
+    monkeypatch.setattr(prepare, "MOST_PROMPT_SCORES", 3 * len(ids))
+    body = {"model": "m", "prompt": TEXT, "max_tokens": 1, "prompt_logprobs": 2}
+    assert (await fleet.http.post("/v1/completions", json=body)).status_code == 200
+    answer = await fleet.http.post("/v1/completions", json={**body, "prompt_logprobs": 3})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
