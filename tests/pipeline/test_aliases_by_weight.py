@@ -404,7 +404,7 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
                     break
             await asyncio.sleep(0.05)
     removed = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
-    assert removed == [subjects.ALIAS_STREAM]
+    assert {*removed} == {subjects.ALIAS_STREAM}  # each tokenizer may find that it is gone
     monkeypatch.setattr(aliases, "STREAM_POLL_US", 3_600_000_000)
     await two.until(lambda: all(_looks_late(each) for each in two.runtimes.values()))
     await remove()
