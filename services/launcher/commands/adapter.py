@@ -54,9 +54,11 @@ async def list_adapters(target: Target) -> None:
             found = await client.request(subjects.models(target.tenant))
         except (NoResponders, RequestTimeout):
             raise Unavailable(NONE) from None
-    for entry in found["data"]:
-        if "adapter" in entry:
-            print(f"{entry['id']}: {_facts({'model': entry['root'], **entry['adapter']})}")
+    adapters = [entry for entry in found["data"] if "adapter" in entry]
+    for entry in adapters:
+        print(f"{entry['id']}: {_facts({'model': entry['root'], **entry['adapter']})}")
+    if not adapters:
+        print("no adapters: `headrace adapter add NAME FOLDER` adds one")
 
 
 def _facts(entry: Mapping[str, Any]) -> str:

@@ -66,9 +66,8 @@ def _counted(answer: Facts, summary: Facts) -> str:
     kept = f"; {summary['kept']:,} kept" if summary.get("kept") else ""
     where = f"; {summary.get('device', 0):,} tokens on the device, {summary.get('l1', 0):,} in L1"
     where += f" of the {rows:,} least idle" if count > rows else ""
-    return (
-        f"{count:,} sessions" + (": " + ", ".join(states) if states else "") + (where if count else "") + kept
-    )
+    counted = "1 session" if count == 1 else f"{count:,} sessions"
+    return counted + (": " + ", ".join(states) if states else "") + (where if count else "") + kept
 
 
 def _row(row: Facts, *, ids: bool) -> Sequence[str]:

@@ -83,3 +83,11 @@ async def test_list_prints_the_adapters_among_the_models(
     await answered(broker, subjects.models("public"), to_json({"data": [{"id": "m", "root": "m"}, entry]}))
     await adapter.list_adapters(Target("nats://h:1", "public"))
     assert capsys.readouterr().out == "m:sql: of m, rank 2, 0.1 MB, digest cdcdcdcdcdcd\n"
+
+
+async def test_list_without_an_adapter_is_a_sentence(
+    broker: MemoryBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await answered(broker, subjects.models("public"), to_json({"data": [{"id": "m", "root": "m"}]}))
+    await adapter.list_adapters(Target("nats://h:1", "public"))
+    assert capsys.readouterr().out == "no adapters: `headrace adapter add NAME FOLDER` adds one\n"

@@ -55,7 +55,8 @@ def test_a_scheduler_without_sessions_has_one_line(answer: dict[str, Any]) -> No
 
 
 def test_whole_names_of_sessions_are_shown_on_request() -> None:
-    (_, _, line) = sessions.draw({"id": "s", "data": [RUNS]}, ids=True)
+    (head, _, line) = sessions.draw({"id": "s", "data": [RUNS]}, ids=True)
+    assert head.startswith("scheduler.s  1 session;")
     assert "1" * 32 in line
     many = sessions.draw({"id": "s", "data": [RUNS] * 30})
     assert (len(many), many[-1]) == (23, "  and 10 more: --json has those that were idle least")
