@@ -534,7 +534,7 @@ class AdapterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLoaded:
-    """executor -> scheduler: the adapter is in its place, or why it is not."""
+    """executor -> scheduler: the adapter is in its place, or `error` has the reason."""
 
     place: int
     digest: str

@@ -7,11 +7,12 @@ that a client needs one test.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Mapping
 from hashlib import sha256
 from typing import Any
 
-from shared.errors import HeadraceError, error_body, error_headers
+from shared.errors import BadRequest, EngineError, HeadraceError, error_body, error_headers
 from shared.telemetry.traces import HEADER, trace_id
 
 END_HEADER = "Headrace-End"
@@ -44,6 +45,19 @@ def error_reply(
 ) -> bytes:
     """Body of an error; `extra` are fields of a stream frame."""
     return to_json({"type": "error", **(extra or {}), **error_body(error, request, trace_id(trace))})
+
+
+async def change_reply(change: Awaitable[Mapping[str, Any]], subject: str, log: logging.Logger) -> bytes:
+    """What the operator's change at `subject` gives, or its error. A ValueError is one of the subject."""
+    try:
+        return to_json(await change)
+    except HeadraceError as error:
+        return error_reply(error, "", "")
+    except ValueError as error:
+        return error_reply(BadRequest(f"the subject is damaged: {error}", param="subject"), "", "")
+    except Exception:  # a bug is a 500 for the operator, never silence
+        log.exception("nothing is changed by %.120s", subject)
+        return error_reply(EngineError("the tokenizer failed on this change: see its log"), "", "")
 
 
 def _one_line(text: str) -> str:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
 DECIDE_S = 5.0  # for a scheduler, which may decide upon the result of a step first: milliseconds
 STATUS_WAIT_S = 0.5  # a ready service answers in milliseconds, one that starts may need longer
+NOT_STORED = "not stored, without JetStream: it ends with the last tokenizer"
 READY_POLL_S = 0.1  # between two looks whether a fleet is ready
 
 
@@ -151,6 +152,25 @@ async def ask_scheduler(bus: Bus, kind: type[T], subject: str, body: str) -> T |
     except (NoResponders, RequestTimeout):
         return None
     return bodies.decode(kind, reply.data)
+
+
+async def ask_for_change(
+    bus: Bus, subject: str, body: bytes, wait_us: int, shows: str, absent: str
+) -> bodies.Change:
+    """What a tokenizer has changed for the operator. `shows`: the command that shows the state; `absent`: the
+    message where no tokenizer answers. Raises the tokenizer's error, Unavailable."""
+    try:
+        reply = await bus.request(subject, body, timeout_us=wait_us)
+    except NoResponders:
+        raise Unavailable(absent) from None
+    except RequestTimeout:
+        raise Unavailable(f"no answer: `{shows}` shows whether it has changed") from None
+    answer = bodies.decode(bodies.Change, reply.data)
+    if "error" in answer:
+        from shared.client.client import error_of  # commands that change nothing start without it
+
+        raise error_of(answer)
+    return answer
 
 
 def _print_denied(fault: BusFault) -> None:

@@ -1,4 +1,4 @@
-"""Which adapters are in the places of executors: requests wait for theirs, and the batch does not.
+"""Decides which adapters executors hold in their places. A request waits for its adapter, others go on.
 
     arrives ──▶ an executor has its adapter: admission, as any request
             └─▶ none has it: parked ──AdapterLoad──▶ a free place, or one that nothing uses ──AdapterLoaded──▶

@@ -17,10 +17,10 @@ from shared import bodies
 from shared.actor.mailbox import Mailbox
 from shared.aliases import MAX_ALIASES, AdapterFiles, Alias, Aliases
 from shared.client.client import error_of
-from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, Unavailable, UnknownModel
+from shared.errors import BadRequest, Overloaded, Unavailable, UnknownModel
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, NoResponders, RequestTimeout, Subscription
-from shared.replies import error_reply, to_json
+from shared.replies import change_reply
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -62,19 +62,14 @@ class AdapterNames:
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, asked: Delivery) -> None:
-        try:
-            name = subjects.name_at(asked.subject, 3)
-            body = bodies.asked(bodies.AdapterSet, asked.data)
-            async with self._changing:
-                answer = to_json(await (self._add(name, body) if body else self._remove(name)))
-        except HeadraceError as error:
-            answer = error_reply(error, "", "")
-        except ValueError as error:
-            answer = error_reply(BadRequest(f"the subject is damaged: {error}", param="subject"), "", "")
-        except Exception:  # a bug is a 500 for the operator, never silence
-            log.exception("adapter %.80s is not changed", asked.subject)
-            answer = error_reply(EngineError("the tokenizer failed on this change: see its log"), "", "")
-        self._mailbox.bus.publish(asked.reply, answer)
+        reply = await change_reply(self._asked(asked), asked.subject, log)
+        self._mailbox.bus.publish(asked.reply, reply)
+
+    async def _asked(self, asked: Delivery) -> dict[str, Any]:
+        name = subjects.name_at(asked.subject, 3)
+        body = bodies.asked(bodies.AdapterSet, asked.data)
+        async with self._changing:
+            return await (self._add(name, body) if body else self._remove(name))
 
     async def _add(self, name: str, asked: bodies.AdapterSet) -> dict[str, Any]:
         """Add an adapter under a name, or put another one in its place. Raises BadRequest, UnknownModel,
@@ -94,6 +89,8 @@ class AdapterNames:
             raise Overloaded(f"{full}: use one of their names")
         model = self._model_of(name, asked)
         facts = await self._check(model, path)
+        if self._table.get(name) != known:
+            raise Unavailable(f"{name!r:.80} was changed while an executor read the adapter: try again")
         files = AdapterFiles(
             digest=facts["digest"], path=path, rank=facts["rank"], bytes=facts["bytes"],
             tenant=asked.get("tenant", ""),

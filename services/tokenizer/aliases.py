@@ -20,11 +20,11 @@ from services.tokenizer.intake import UNSURE, key_of
 from shared.actor.mailbox import Mailbox
 from shared.aliases import ADAPTED, HEADER, MAX_ALIASES, Alias, Aliases, read_targets
 from shared.api import REQUEST_ID
-from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, UnknownModel
+from shared.errors import BadRequest, HeadraceError, Overloaded, UnknownModel
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
 from shared.nats.jetstream import JetStream, Made, NothingStored
-from shared.replies import error_reply, to_json
+from shared.replies import change_reply
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -204,18 +204,13 @@ class AliasNames:
             self._call(self._answer(delivery))
 
     async def _answer(self, asked: Delivery) -> None:
-        try:
-            name = subjects.name_at(asked.subject, 3)
-            async with self._setting:
-                answer = to_json(await self._set(name, read_targets(asked.data)))
-        except HeadraceError as error:
-            answer = error_reply(error, "", "")
-        except ValueError as error:
-            answer = error_reply(BadRequest(f"the subject is damaged: {error}", param="subject"), "", "")
-        except Exception:  # a bug is a 500 for the operator, never silence
-            log.exception("alias %.80s is not set", asked.subject)
-            answer = error_reply(EngineError("the tokenizer failed on this change: see its log"), "", "")
-        self._mailbox.bus.publish(asked.reply, answer)
+        reply = await change_reply(self._asked(asked), asked.subject, log)
+        self._mailbox.bus.publish(asked.reply, reply)
+
+    async def _asked(self, asked: Delivery) -> dict[str, Any]:
+        name = subjects.name_at(asked.subject, 3)
+        async with self._setting:
+            return await self._set(name, read_targets(asked.data))
 
     async def _set(self, name: str, asked: Mapping[str, int]) -> dict[str, Any]:
         """Set an alias, or delete it. The answer: the models before and after, and whether JetStream has the

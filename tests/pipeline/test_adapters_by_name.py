@@ -16,6 +16,7 @@ from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
 
+from services.tokenizer.adapters import AdapterNames
 from shared import bodies
 from shared.aliases import AdapterFiles, Alias
 from shared.client.client import Client
@@ -118,6 +119,26 @@ async def test_wrong_adapters_are_refused_with_the_field(http: httpx.AsyncClient
         found = await http.post("/v1/load_lora_adapter", json=body)
         assert (found.status_code, word in found.text) == (status, True), found.text
     assert [entry["id"] for entry in (await http.get("/v1/models")).json()["data"]] == [MODEL]
+
+
+async def test_a_name_that_changes_while_its_adapter_is_read_keeps_the_change(
+    http: httpx.AsyncClient, pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = AdapterNames._check
+
+    async def set_meanwhile(self: AdapterNames, model: str, path: str) -> bodies.AdapterFacts:
+        alias = bodies.encode({MODEL: 1})
+        reply = await pipeline.client.bus.request(subjects.set_alias("both"), alias, timeout_us=5_000_000)
+        assert bodies.decode(bodies.Change, reply.data).get("after")
+        return await read(self, model, path)
+
+    monkeypatch.setattr(AdapterNames, "_check", set_meanwhile)
+    refused = await add(http, "both", folder(tmp_path / "a", 1))
+    assert (refused.status_code, "was changed while" in refused.text) == (503, True), refused.text
+    answer = (await http.post("/v1/completions", json={**ASKED, "model": "both"})).json()
+    assert answer["choices"][0]["text"] == await text(http, MODEL)
+    deleted = await pipeline.client.bus.request(subjects.set_alias("both"), b"{}", timeout_us=5_000_000)
+    assert "error" not in bodies.decode(bodies.Change, deleted.data)
 
 
 async def test_requests_during_a_replacement_all_have_the_old_or_the_new_weights(

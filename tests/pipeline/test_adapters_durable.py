@@ -4,68 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.executor.peft_folders import write_adapter
 from support.pipeline.five_actors import Connect, Pipeline
+from support.pipeline.kept import Kept, ended, jetstream
 from support.small_llama import write_small_llama
 
 from services.detokenizer.durable import savepoints
 from services.keeper import queues
-from services.keeper.actor import KeeperActor
-from services.launcher import nats_server as servers
-from services.launcher.nats_server import ServerLimits
 from shared import bodies
-from shared.actor.runtime import Actor
-from shared.errors import HeadraceError
 from shared.nats import subjects
-from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 
-LOST_S = 120
+LOST_S = 60
 ASKED: dict[str, Any] = {
-    "prompt": "The quick brown fox", "max_tokens": 160, "ignore_eos": True, "temperature": 0.9, "seed": 3,
+    "prompt": "The quick brown fox", "max_tokens": 900, "ignore_eos": True, "temperature": 0.9, "seed": 3,
 }  # fmt: skip
-
-
-class Durable(Pipeline):
-    """All services and a keeper."""
-
-    def build(self, kind: str) -> Actor:
-        return KeeperActor() if kind == "keeper" else super().build(kind)
-
-    async def begin(self) -> None:
-        await super().begin()
-        await self.add("keeper", "keeper-1")
-
-    async def stop(self) -> None:
-        await self.runtimes.pop("keeper-1").finish(5)
-        await super().stop()
-
-    async def die(self, *names: str) -> None:
-        """These, or all, at once and without a word."""
-        gone = {name: self.runtimes.pop(name) for name in names or [*self.runtimes]}
-        for runtime in gone.values():
-            runtime.bus.publish = lambda *args, **more: None  # type: ignore[method-assign]  # unheard
-        await asyncio.gather(*(runtime.finish(0) for runtime in gone.values()))
 
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Connect]:
-    server = servers.start(limits=replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB"))
-    async with AsyncExitStack() as stack:
-
-        async def open_bus() -> NatsBus:
-            bus = await NatsBus.connect(server.url, timeout_s=30)
-            stack.push_async_callback(bus.drain)
-            return bus
-
-        yield open_bus
-    server.stop()
+    async with jetstream() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -86,25 +49,11 @@ async def add(fleet: Pipeline, path: Path) -> None:
     assert bodies.decode(bodies.Change, reply.data).get("stored"), reply.data
 
 
-async def completed(fleet: Pipeline, name: str) -> dict[str, Any]:
-    async with asyncio.timeout(LOST_S):
-        while True:
-            try:
-                found = await fleet.client.state(name)
-            except HeadraceError as error:
-                if not error.retryable:
-                    raise
-                found = {"status": "away"}
-            if found["status"] not in ("queued", "running", "away"):
-                return found
-            await asyncio.sleep(0.02)
-
-
 async def test_answers_of_an_adapter_go_on_after_the_loss_of_everything(
     connect: Connect, fleet: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    first = await Durable.start(connect, fleet, **settings)
-    assert isinstance(first, Durable)
+    first = await Kept.start(connect, fleet, **settings)
+    assert isinstance(first, Kept)
     await add(first, tmp_path / "adapter")
     alone = await first.client.complete({**ASKED, "model": "tiny:a"})
     base = await first.client.complete({**ASKED, "model": "tiny"})
@@ -122,8 +71,8 @@ async def test_answers_of_an_adapter_go_on_after_the_loss_of_everything(
     await asyncio.wait_for(stored.wait(), LOST_S)
     await first.die()
 
-    second = await Durable.start(connect, fleet, **settings)
-    record = await completed(second, "long")
+    second = await Kept.start(connect, fleet, **settings)
+    record = await ended(second.client, "long", LOST_S)
     assert record["status"] == "completed", record
     assert record["answer"]["choices"] == alone["choices"]
     assert (await second.client.complete({**ASKED, "model": "tiny:a"}))["choices"] == alone["choices"]
@@ -134,8 +83,8 @@ async def test_answers_of_an_adapter_go_on_after_the_loss_of_everything(
 async def test_tokens_stay_when_the_executor_of_an_adapter_dies(
     connect: Connect, fleet: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    running = await Durable.start(connect, fleet, **settings, speculate="3")
-    assert isinstance(running, Durable)
+    running = await Kept.start(connect, fleet, **settings, speculate="3")
+    assert isinstance(running, Kept)
     await add(running, tmp_path / "adapter")
     asked = [{**ASKED, "model": model, "seed": seed} for seed, model in enumerate(["tiny", "tiny:a"] * 3)]
     alone = [await running.client.complete(body) for body in asked]

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pipeline.five_actors import Connect, Pipeline
+from support.pipeline.five_actors import Connect
+from support.pipeline.kept import Kept, ended, jetstream
 from support.small_llama import write_small_llama
 
 from services.detokenizer.durable import savepoints
 from services.keeper import queues
-from services.keeper.actor import KeeperActor
-from services.launcher import nats_server as servers
-from services.launcher.nats_server import ServerLimits
 from shared import codec
-from shared.actor.runtime import Actor
 from shared.errors import HeadraceError
 from shared.messages import Tokenized
 from shared.nats import subjects
-from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 from shared.savepoints import unpack
 
@@ -49,39 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Durable(Pipeline):
-    """All services and a keeper."""
-
-    def build(self, kind: str) -> Actor:
-        return KeeperActor() if kind == "keeper" else super().build(kind)
-
-    async def begin(self) -> None:
-        await super().begin()
-        await self.add("keeper", "keeper-1")
-
-    async def stop(self) -> None:
-        await self.runtimes.pop("keeper-1").finish(5)
-        await super().stop()
-
-    async def die(self) -> None:
-        """All at once, without a word."""
-        for runtime in self.runtimes.values():
-            runtime.bus.publish = lambda *args, **more: None  # type: ignore[method-assign]  # unheard
-        await asyncio.gather(*(runtime.finish(0) for runtime in self.runtimes.values()))
-
-
 @pytest.fixture
 async def connect() -> AsyncIterator[Connect]:
-    server = servers.start(limits=replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB"))
-    async with AsyncExitStack() as stack:
-
-        async def open_bus() -> NatsBus:
-            bus = await NatsBus.connect(server.url, timeout_s=30)
-            stack.push_async_callback(bus.drain)
-            return bus
-
-        yield open_bus
-    server.stop()
+    async with jetstream() as opened:
+        yield opened
 
 
 @pytest.fixture(autouse=True)
@@ -91,21 +56,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(savepoints, "GROWN", GROWN)
 
 
-async def record_of(fleet: Durable, name: str) -> dict[str, Any]:
-    async with asyncio.timeout(LOST_S):
-        while True:
-            try:
-                found = await fleet.client.state(name)
-            except HeadraceError as error:
-                if not error.retryable:
-                    raise
-                found = {"status": "away"}
-            if found["status"] not in ("queued", "running", "away"):
-                return found
-            await asyncio.sleep(0.02)
-
-
-async def submit(fleet: Durable, asked: dict[str, Any]) -> None:
+async def submit(fleet: Kept, asked: dict[str, Any]) -> None:
     for name, body in asked.items():
         async with asyncio.timeout(LOST_S):
             while True:
@@ -120,7 +71,7 @@ async def submit(fleet: Durable, asked: dict[str, Any]) -> None:
                     await asyncio.sleep(0.02)
 
 
-def generated(fleet: Durable) -> int:
+def generated(fleet: Kept) -> int:
     """Tokens that its scheduler has applied."""
     core = fleet.runtimes["scheduler-1"].actor._core  # type: ignore[attr-defined]  # white box
     return int(core.state.counters.generated_tokens)
@@ -134,8 +85,8 @@ async def test_answers_go_on_after_the_loss_of_everything(
         "backend": "torch", "dtype": "f32", "deterministic": True, "model": str(model), "model_name": "tiny",
         "kv_blocks": 300, "slots": 16, "max_context": 1_024,
     }  # fmt: skip
-    first = await Durable.start(connect, fleet, **settings)
-    assert isinstance(first, Durable)
+    first = await Kept.start(connect, fleet, **settings)
+    assert isinstance(first, Kept)
     asked = {name: {**PLAIN, "seed": seed, **more} for seed, (name, more) in enumerate(KINDS.items())}
     complete = first.client.complete
     alone = await asyncio.gather(*(complete({**body, "model": "tiny"}) for body in asked.values()))
@@ -170,9 +121,9 @@ async def test_answers_go_on_after_the_loss_of_everything(
     await bus.flush()
     kept = dict(stored)
 
-    second = await Durable.start(connect, fleet, **settings)
-    assert isinstance(second, Durable)
-    records = {name: await record_of(second, name) for name in asked}
+    second = await Kept.start(connect, fleet, **settings)
+    assert isinstance(second, Kept)
+    records = {name: await ended(second.client, name, LOST_S) for name in asked}
     for name, record in records.items():
         assert record["status"] == "completed", (name, record)
         assert record["answer"]["choices"] == answers[name]["choices"], name

@@ -20,12 +20,11 @@ import pytest
 from starlette.routing import Route
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
+from support.pipeline.kept import Kept
 
 from services.gateway.app import build_app
-from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import ServerLimits
-from shared.actor.runtime import Actor
 from shared.client.client import gather
 from shared.errors import Cancelled
 from shared.nats import access, subjects
@@ -37,21 +36,6 @@ SECRET = "Ahab"
 KEYS = {"acme": "one", "bob": "two", "headrace-operator": "three"}
 LATER = {"Prefer": "respond-async"}
 ID = "one-id"
-
-
-class Kept(Pipeline):
-    """All services and a keeper."""
-
-    def build(self, kind: str) -> Actor:
-        return KeeperActor() if kind == "keeper" else super().build(kind)
-
-    async def begin(self) -> None:
-        await super().begin()
-        await self.add("keeper", "keeper-1")
-
-    async def stop(self) -> None:
-        await self.runtimes.pop("keeper-1").finish(5)
-        await super().stop()
 
 
 @dataclass

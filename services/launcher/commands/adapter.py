@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from services.launcher.console import actions_of
-from services.launcher.session import Target, connected, find_fleet
+from services.launcher.session import NOT_STORED, Target, ask_for_change, connected, find_fleet
 from shared import bodies
-from shared.client.client import Client, error_of
+from shared.client.client import Client
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import NoResponders, RequestTimeout
@@ -30,20 +30,13 @@ async def change(target: Target, name: str, body: bodies.AdapterSet) -> None:
         subject = subjects.adapter(name)
     except (ValueError, UnicodeEncodeError):
         raise BadRequest(f"{name!r:.80} cannot be the name of an adapter") from None
+    sent = bodies.encode(body)
     async with connected(target.nats_url) as bus:
-        try:
-            reply = await bus.request(subject, bodies.encode(body), timeout_us=WAIT_US)
-        except NoResponders:
-            raise Unavailable(NONE) from None
-        except RequestTimeout:
-            raise Unavailable("no answer: `headrace adapter list` shows whether it has changed") from None
-    answer = bodies.decode(bodies.Change, reply.data)
-    if "error" in answer:
-        raise error_of(answer)
+        answer = await ask_for_change(bus, subject, sent, WAIT_US, "headrace adapter list", NONE)
     shown = answer.get("after")
     print(f"{name}: removed" if shown is None else f"{name}: {_facts(shown)} from {shown['path']}")
     if not answer.get("stored"):
-        print("not stored, without JetStream: it ends with the last tokenizer")
+        print(NOT_STORED)
 
 
 async def list_adapters(target: Target) -> None:

@@ -14,10 +14,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.launcher.console import actions_of
-from services.launcher.session import Facts, Target, ask_scheduler, connected, find_fleet, services_of
+from services.launcher.session import (
+    NOT_STORED,
+    Facts,
+    Target,
+    ask_for_change,
+    ask_scheduler,
+    connected,
+    find_fleet,
+    services_of,
+)
 from services.launcher.supervisor import ASLEEP, CHANGING, LOADED, UNLOADED
 from shared import bodies
-from shared.client.client import Client, error_of, request_all
+from shared.client.client import Client, request_all
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Bus, NoResponders, RequestTimeout
@@ -67,18 +76,10 @@ async def alias(target: Target, name: str, targets: Sequence[str], *, delete: bo
     except (ValueError, UnicodeEncodeError):
         raise BadRequest(f"{name!r:.80} cannot be the name of an alias") from None
     async with connected(target.nats_url) as bus:
-        try:
-            reply = await bus.request(subject, body, timeout_us=WAIT_US)
-        except NoResponders:
-            raise Unavailable(NONE) from None
-        except RequestTimeout:
-            raise Unavailable("no answer: `headrace model list` shows whether it has changed") from None
-    answer = bodies.decode(bodies.Change, reply.data)
-    if "error" in answer:
-        raise error_of(answer)
+        answer = await ask_for_change(bus, subject, body, WAIT_US, "headrace model list", NONE)
     print(f"{name}:\n  before {_shown(answer['before'])}\n  after  {_shown(answer['after'])}")
     if not answer.get("stored"):
-        print("not stored, without JetStream: it ends with the last tokenizer")
+        print(NOT_STORED)
 
 
 def read_targets(targets: Sequence[str]) -> dict[str, int]:

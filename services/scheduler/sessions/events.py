@@ -51,9 +51,8 @@ class Sessions(SessionEvents):
     table: Table = field(default_factory=Table)
     pauses: LearnedPauses = field(default_factory=LearnedPauses)
     of_request: dict[tuple[str, str], Session] = field(default_factory=dict)
-    parents: dict[tuple[str, str], tuple[str, int]] = field(
-        default_factory=dict
-    )  # chain that a request leaves
+    # The chain that a request leaves, and the turns of that chain by then.
+    parents: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
     young: OrderedDict[str, None] = field(default_factory=OrderedDict)  # idle and not late, oldest first
     working: OrderedDict[str, None] = field(default_factory=OrderedDict)  # likewise, while a tool runs
     late: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the others, the next to look at first

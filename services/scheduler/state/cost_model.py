@@ -259,8 +259,9 @@ def _features(shape: StepShape) -> Features:
 
 
 class DraftTimes:
-    """How many times as long a step takes with drafts as without, by measured steps. The fit is smooth, and
-    the products of a machine are not: on an H200 those of 128 tokens take 1.3 times as long as those of 64.
+    """How many times as long a step takes with drafts as without, by measured steps. The fit is a smooth
+    function, but the time of a matrix product jumps: on an H200 it takes 1.3 times as long
+    for 128 tokens as for 64.
 
     By powers of two of the rows without drafts, and half as large steps of the tokens with them; between and
     beyond these points as the fit has it, times its errors there."""
